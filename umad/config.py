@@ -56,7 +56,8 @@ class AgentConfig(Section):
 
 class DebateConfig(Section):
     protocol: str = "mad"
-    turns: PositiveInt = 2
+    turns: PositiveInt | None = None
+    """The protocol's own number by default (`mad`: 2)."""
     grouping: Literal["trajectory", "shared_context"] = "trajectory"
     """`trajectory`: the G rollouts of a problem part at turn 0 and each goes on by itself. `shared_context`: at every
     turn G responses are drawn from one context; rollout 0 goes on."""
@@ -84,21 +85,65 @@ class SamplingConfig(Section):
 
 
 class InfluenceConfig(Section):
+    """Eq. 5: the reward for what peers that saw a response did next."""
+
     eta: float = Field(0.2, ge=0)
+    """0: no influence reward."""
     form: Literal["linear", "sign"] = "linear"
     source: Literal["peer", "team"] = "peer"
+    """`team`: the speaker's own change counts too."""
+
+
+class OverlongConfig(Section):
+    """DAPO's soft punishment of responses that come near `sampling.max_tokens`."""
+
+    weight: float = Field(0.0, ge=0)
+    """0: off."""
+    buffer: PositiveInt = 128
+    """The punishment grows over the last so many tokens, to -weight at `sampling.max_tokens`."""
+
+
+class RewardFunctionConfig(Section):
+    function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """`module:function`, called with (debate, agent, turn); returns a number, or None where it does not apply."""
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Names its metrics; the function's name by default."""
+    weight: float = 1.0
+    time_limit: float = Field(10.0, gt=0)
+    """Seconds for one call."""
 
 
 class RewardConfig(Section):
     team: Literal["own", "sum", "mean", "max"] = "own"
     credit: Literal["dense", "final", "accumulated"] = "dense"
+    """`final`: every turn is paid by the last turn's grade. `accumulated`: by the sum from that turn to the last."""
+    correctness: float = Field(1.0, ge=0)
+    """Weight of the correctness reward."""
     influence: InfluenceConfig = InfluenceConfig()
+    format: float = Field(0.0, ge=0)
+    """Weight of a reward of 1 for ending with the answer in a balanced box; 0: off."""
+    overlong: OverlongConfig = OverlongConfig()
+    functions: tuple[RewardFunctionConfig, ...] = ()
+    """Rewards of your own."""
+
+    @field_validator("functions")
+    @classmethod
+    def _distinct(cls, value: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
+        taken = ["correct", "influence", "format", "overlong"]
+        for entry in value:
+            name = entry.name or entry.function.rpartition(":")[2]
+            if name in taken:
+                raise ValueError(f"there are two rewards called {name!r}; give one of them another name")
+            taken.append(name)
+        return value
 
 
 class WeightConfig(Section):
     mode: Literal["nll", "none", "signed_nll"] = "nll"
     alpha: float = Field(0.25, ge=0)
     logprobs: Literal["sampler", "trainer"] = "sampler"
+    clip: float = Field(100.0, gt=1)
+    """Weights are kept within [1/clip, clip]; how many were cut is counted."""
 
 
 class AdvantageConfig(Section):
@@ -219,7 +264,7 @@ class DecompositionConfig(Section):
 
 class EvaluationConfig(Section):
     turns: PositiveInt | None = None
-    """Turns of the debates that are measured; `debate.turns` by default."""
+    """Turns of the debates that are measured; those of training by default."""
     every: Count = 0
     """Evaluate every so many training steps; 0: not during training."""
     before: bool = False
@@ -308,8 +353,11 @@ class Recipe(Section):
                 )
             if self.data.train is None:
                 raise KeyedError("data.train", "is missing: training needs problems")
-        if self.debate.protocol == "single" and self.debate.turns != 1:
-            raise KeyedError("debate.turns", f"protocol 'single' has one turn, not {self.debate.turns}")
+        if self.reward.overlong.weight and self.reward.overlong.buffer > self.sampling.max_tokens:
+            raise KeyedError(
+                "reward.overlong.buffer",
+                f"is {self.reward.overlong.buffer}, more than sampling.max_tokens ({self.sampling.max_tokens})",
+            )
         if self.debate.grouping == "shared_context" and self.debate.protocol != "mad":
             raise KeyedError("debate.grouping", "shared_context is only defined for protocol 'mad'")
         return self

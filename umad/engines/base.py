@@ -63,9 +63,6 @@ class Engine(Protocol):
 
     exact_logprobs: bool
     """Whether `Generation.logprobs` are those of the model that training updates."""
-    on_idle_only: bool
-    """True: fed when no debate can go on, in sorted order, so that results do not depend on timing."""
-
     def submit(self, request: Request) -> None:
         """Takes a request; nothing is computed yet."""
 
