@@ -1,0 +1,152 @@
+"""From rewards to the factors of the loss: group-relative advantages (GRPO) times Eq. 4's weights.
+
+Everything here is float64 on small lists and uses exactly rounded sums, so results do not depend on the order of a
+group's members.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from umad.config import AdvantageConfig, WeightConfig
+from umad.records import Sample
+
+ADVANTAGE_EPS = 1e-6
+WEIGHT_EPS = 1e-8
+SAME = 1e-6
+"""Rewards that differ by no more than this are equal: rounding noise must not be blown up to full-size advantages."""
+
+
+def group_advantages(rewards: Sequence[float], normalize: Literal["std", "none"] = "std") -> list[float]:
+    """GRPO (arXiv 2402.03300): A = (r - mean) / (std + 1e-6), sample std (ddof 1); `none` leaves the division out.
+
+    Rewards that are equal to within 1e-6, and a group of one: exactly 0.
+    """
+    _finite(rewards, "rewards")
+    if len(rewards) < 2 or max(rewards) - min(rewards) <= SAME:
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    centred = [r - mean for r in rewards]
+    if normalize == "none":
+        return centred
+    std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - 1))
+    return [c / (std + ADVANTAGE_EPS) for c in centred]
+
+
+def zscores(values: Sequence[float]) -> list[float]:
+    """(v - mean) / (std + 1e-8) with population std; |z| <= sqrt(n - 1). A constant or single value: exactly 0."""
+    _finite(values, "negative log-likelihoods")
+    if len(values) < 2 or max(values) == min(values):
+        return [0.0] * len(values)
+    mean = math.fsum(values) / len(values)
+    centred = [v - mean for v in values]
+    # population std: the group is all there is, not a sample of it (arXiv 2603.01221, Eq. 4)
+    std = math.sqrt(math.fsum(c * c for c in centred) / len(values))
+    return [c / (std + WEIGHT_EPS) for c in centred]
+
+
+def group_weights(nll: Sequence[float], advantages: Sequence[float], config: WeightConfig) -> tuple[list[float], int]:
+    """Eq. 4 of arXiv 2603.01221 for one group: (weights, how many were clamped to [1/clip, clip]).
+
+    `nll` are the members' mean negative log-likelihoods U in nats per token. `nll`: W = exp(-alpha z(U)), whatever the
+    advantage's sign. `signed_nll` (an earlier public variant): W = exp(sign(A) alpha z(-U)). `none`: 1.
+    """
+    if config.mode == "none":
+        return [1.0] * len(advantages), 0
+    scores = zscores(nll)
+    if config.mode == "nll":
+        exponents = [-config.alpha * z for z in scores]
+    else:
+        exponents = [-_sign(a) * config.alpha * z for a, z in zip(advantages, scores, strict=True)]
+    limit = math.log(config.clip)
+    clamped = [max(-limit, min(limit, e)) for e in exponents]
+    return [math.exp(e) for e in clamped], sum(c != e for c, e in zip(clamped, exponents, strict=True))
+
+
+def assign_advantages(
+    samples: Sequence[Sample], config: AdvantageConfig, mask_truncated: bool = False
+) -> tuple[list[Sample], dict[str, float]]:
+    """The samples of one agent with advantage (A' = A W, not re-centred), weight and `in_loss`, and metrics per turn.
+
+    A group is `Sample.group`. What is left out, and of what:
+
+    * ungraded (`reward` None): neither in its group's baseline and weights nor in the loss;
+    * truncated, with `mask_truncated`: in the baseline, not in the loss;
+    * advantage 0: in both.
+
+    A group that shrank to one graded member gives 0 and is counted (`shrunk`). Metrics are keyed `name/turn_T`.
+    """
+    groups: dict[tuple[int, str, int], list[int]] = defaultdict(list)
+    for index, sample in enumerate(samples):
+        groups[sample.group].append(index)
+    result = list(samples)
+    turns: dict[int, _Tally] = defaultdict(_Tally)
+    for (_, _, turn), members in groups.items():
+        graded = [i for i in members if samples[i].reward is not None]
+        rewards = [r for i in graded if (r := samples[i].reward) is not None]
+        plain = group_advantages(rewards, config.normalize)
+        weights, cut = group_weights([sample_nll(samples[i]) for i in graded], plain, config.weight)
+        for i in members:
+            result[i] = replace(samples[i], advantage=0.0, weight=1.0, in_loss=False)
+        for i, advantage, weight in zip(graded, plain, weights, strict=True):
+            keep = not (mask_truncated and samples[i].truncated)
+            result[i] = replace(samples[i], advantage=advantage * weight, weight=weight, in_loss=keep)
+        tally = turns[turn]
+        tally.rewards += rewards
+        tally.weights += weights
+        tally.advantages += [result[i].advantage for i in graded]
+        tally.counts["groups"] += 1
+        tally.counts["no_signal"] += not any(plain)
+        tally.counts["shrunk"] += len(graded) == 1
+        tally.counts["ungraded"] += len(members) - len(graded)
+        tally.counts["masked"] += sum(not result[i].in_loss for i in graded)
+        tally.counts["weight_clamped"] += cut
+    metrics: dict[str, float] = {}
+    for turn in sorted(turns):
+        metrics |= {f"{name}/turn_{turn}": value for name, value in turns[turn].metrics().items()}
+    return result, metrics
+
+
+def sample_nll(sample: Sample) -> float:
+    """U of Eq. 4 in nats per token: the sample's own where it carries one (say, the trainer's), else the sampler's."""
+    if sample.nll is not None:
+        return sample.nll
+    return -math.fsum(sample.logprobs.tolist()) / len(sample.logprobs)
+
+
+@dataclass
+class _Tally:
+    """What one turn's groups add up to."""
+
+    rewards: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def metrics(self) -> dict[str, float]:
+        metrics = {
+            "no_signal": self.counts["no_signal"] / self.counts["groups"],
+            **{name: float(self.counts[name]) for name in ("shrunk", "ungraded", "masked", "weight_clamped")},
+        }
+        if self.rewards:
+            n = len(self.rewards)
+            mean = math.fsum(self.weights) / n
+            metrics["reward"] = math.fsum(self.rewards) / n
+            metrics["advantage_abs"] = math.fsum(map(abs, self.advantages)) / n
+            metrics["weight_std"] = math.sqrt(math.fsum((w - mean) ** 2 for w in self.weights) / n)
+            metrics["weight_min"], metrics["weight_max"] = min(self.weights), max(self.weights)
+        return metrics
+
+
+def _sign(value: float) -> float:
+    return float((value > 0) - (value < 0))
+
+
+def _finite(values: Sequence[float], what: str) -> None:
+    for value in values:
+        if not math.isfinite(value):
+            raise ValueError(f"{what} must be finite, not {value}")
