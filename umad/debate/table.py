@@ -13,7 +13,7 @@ from umad.debate.prompts import Message, Prompts
 from umad.engines.base import Generation, Key, Request, response_seed
 from umad.grading import Grade, GradeItem, vote
 from umad.records import Cost, Decision, Problem, Response, Sampling
-from umad.uncertainty.nll import sequence_nll
+from umad.uncertainty.nll import mean_nll
 
 T = TypeVar("T")
 
@@ -158,7 +158,7 @@ def _response(agent: Agent, turn: int, prompt: Prompt, generation: Generation) -
     logprobs = generation.logprobs
     nll = None
     if logprobs is not None and len(logprobs):
-        nll = sequence_nll(logprobs)
+        nll = mean_nll(logprobs)
     prompt_tokens = len(prompt.ids) if prompt.ids is not None else generation.prompt_tokens or 0
     completion_tokens = len(ids) if ids is not None else generation.completion_tokens or 0
     return Response(

@@ -1,0 +1,193 @@
+"""The `umad` command: thin commands over the package. Heavy libraries are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from umad import __version__
+from umad.records import UserError
+
+app = typer.Typer(
+    name="umad",
+    help="Train, run and measure language models that debate.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 (typer reads it)
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's, e.g. training.steps=10"),
+]
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"umad {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def quickstart(
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="The run folder.")] = Path("runs/quickstart"),
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything: warm start, training, evaluation.")] = 0,
+) -> None:
+    """The whole loop on the CPU, nothing downloaded: warm-start two tiny agents, train them, evaluate, report.
+
+    Example: umad quickstart --out runs/first --seed 1
+    """
+    from umad.runs.quickstart import quickstart as run
+
+    run(out, seed, overrides or [])
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe.")],
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the resolved recipe, then stop.")] = False,
+) -> None:
+    """Train the agents of a recipe.
+
+    Example: umad train recipes/tiny_umad.yaml seed=1 output=runs/tiny_1
+    """
+    from umad.recipe_io import dump_recipe, load_recipe
+    from umad.runs.build import check
+
+    loaded = load_recipe(recipe, overrides or [])
+    if dry_run:
+        check(loaded)
+        print(dump_recipe(loaded), end="")
+        return
+    from umad.runs.tables import print_run
+    from umad.runs.training import train as run
+
+    print_run(run(loaded, resume=resume).path)
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe, or a run folder.")],
+    overrides: Overrides = None,
+    step: Annotated[Optional[str], typer.Option(help="Of a run: a step, or 'all'; the newest by default.")] = None,  # noqa: UP045
+) -> None:
+    """Evaluate agents over turns 1..T: accuracy with intervals, uncertainty, cost.
+
+    Example: umad eval runs/tiny_umad --step all evaluation.turns=5
+    """
+    from umad.runs.evaluating import eval_command
+    from umad.runs.tables import print_evaluation
+
+    for folder in eval_command(target, overrides or [], step):
+        print_evaluation(folder)
+
+
+@app.command()
+def grade(
+    file: Annotated[Path, typer.Argument(help="JSON lines with `gold` and `candidate`.")],
+    out: Annotated[Optional[Path], typer.Option(help="Where the graded rows go; FILE.graded.jsonl by default.")] = None,  # noqa: UP045
+    kind: Annotated[
+        str, typer.Option(help="math, number, choice, text or code:module:function; a row's `kind` wins.")
+    ] = "math",
+    require_box: Annotated[bool, typer.Option("--require-box", help="Only a boxed answer counts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Grade rows: adds `equal` (true, false, null), `extracted` and `status`.
+
+    Example: umad grade answers.jsonl --out graded.jsonl --kind number
+    """
+    from umad.runs.grading import grade_command
+
+    grade_command(file, out, kind, require_box=require_box, as_json=as_json)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
+    """Write a run's report: one HTML file that needs no network."""
+    from umad.reporting.report import write_report
+
+    print(write_report(run))
+
+
+@app.command()
+def status(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Where a run is."""
+    from umad.reporting.status import status as look
+    from umad.runs.tables import print_status
+
+    found = look(run)
+    if as_json:
+        print(json.dumps(found, indent=2, default=str))
+    else:
+        print_status(found)
+
+
+@app.command()
+def analyze(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with debates.jsonl, or such a file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Uncertainty, flips and agreement of recorded debates; writes uncertainty.json beside them."""
+    from umad.runs.tables import analyze_command
+
+    analyze_command(folder, as_json=as_json)
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="DIR", help="An evaluation folder.")],
+    second: Annotated[Path, typer.Argument(metavar="DIR", help="Another one on the same problems.")],
+    out: Annotated[Optional[Path], typer.Option(help="Where comparison.json goes.")] = None,  # noqa: UP045
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Paired statistics between two evaluations: differences with intervals, McNemar, Holm.
+
+    Example: umad compare runs/a/eval/step_000000 runs/a/eval/step_000150
+    """
+    from umad.runs.tables import compare_command
+
+    compare_command(first, second, out, as_json=as_json)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point. Exit codes: 0 done, 1 failed while running, 2 the user's input is wrong, 130 interrupted."""
+    try:
+        app(args=argv)
+    except UserError as error:
+        _fail(str(error), 2)
+    except SystemExit as end:
+        if end.code == 130:
+            _fail("interrupted; a training run goes on with --resume", 130)
+        raise
+
+
+def _fail(message: str, code: int) -> None:
+    from umad.reporting.progress import printable
+
+    print(f"umad: {printable(message)}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

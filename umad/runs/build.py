@@ -1,0 +1,228 @@
+"""The parts of a run, from its recipe: problems, models, engines, agents, the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from umad.config import AgentConfig, Recipe, SourceConfig
+from umad.debate.agents import Agent
+from umad.debate.driver import Driver, jobs_for
+from umad.debate.prompts import Prompts
+from umad.debate.protocols import Protocol, load_protocol
+from umad.grading import Grader
+from umad.records import Debate, Problem, Sampling, UserError
+
+if TYPE_CHECKING:
+    from umad.engines.base import Engine
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One agent's model as it starts: where it came from, its tokenizer, and what its weights hash to."""
+
+    config: AgentConfig
+    source: str
+    model: Any
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    fingerprint: str
+
+
+def check(recipe: Recipe) -> Protocol:
+    """What can be checked without loading a model or data: the protocol's settings and the prompt templates."""
+    protocol = load_protocol(recipe.debate.protocol, recipe.debate.turns, recipe.debate.settings)
+    prompts_of(recipe)
+    return protocol
+
+
+def protocol_of(recipe: Recipe, turns: int | None = None) -> Protocol:
+    """The recipe's protocol, with another number of turns where one is given and the protocol has turns."""
+    protocol = load_protocol(recipe.debate.protocol, recipe.debate.turns, recipe.debate.settings)
+    if turns is None or "turns" not in type(protocol.settings).model_fields:
+        return protocol
+    return load_protocol(recipe.debate.protocol, turns, recipe.debate.settings)
+
+
+def prompts_of(recipe: Recipe) -> Prompts:
+    debate = recipe.debate
+    return Prompts(debate.style, mask_answers=debate.mask_answers, templates=debate.templates)
+
+
+def grader_of(recipe: Recipe) -> Grader:
+    grading = recipe.grading
+    return Grader(
+        require_box=grading.require_box,
+        time_limit=grading.time_limit,
+        memory_limit=grading.memory_limit,
+        workers=grading.workers,
+    )
+
+
+def problems_of(recipe: Recipe, role: str) -> list[Problem]:
+    """The problems of `data.train` or `data.eval`.
+
+    Raises:
+        UserError: the recipe has none, or they cannot be read.
+    """
+    from umad.grading import check_golds
+    from umad.reporting.progress import warn
+    from umad.tasks import load_problems
+
+    source: SourceConfig | None = recipe.data.train if role == "train" else recipe.data.eval
+    if source is None:
+        raise UserError(f"data.{role}: is missing; give a name or a path")
+    loaded = load_problems(source, role, recipe.data.on_bad_rows, check_golds)  # type: ignore[arg-type]
+    if loaded.skipped:
+        warn(f"data.{role}: {loaded.skipped} broken rows were skipped")
+    problems = list(loaded.problems)
+    if role == "train" and (missing := [p.id for p in problems if p.gold is None]):
+        raise UserError(f"data.train: problem {missing[0]!r} has no answer; training needs one for every problem")
+    return problems
+
+
+def load_agents(recipe: Recipe) -> list[Loaded]:
+    """Loads every agent's model and tokenizer, says what was loaded, and checks `distinct`."""
+    from umad.engines import models
+    from umad.reporting.progress import say
+
+    loaded = []
+    for config in recipe.agents:
+        source = model_source(config, recipe.seed)
+        model = models.load_model(source, config.revision)
+        tokenizer = models.load_tokenizer(config.tokenizer or source, config.revision, config.chat_template)
+        loaded.append(
+            Loaded(config, source, model, tokenizer, models.stop_ids(model, tokenizer), models.fingerprint(model))
+        )
+        say(f"agent {config.name}: {config.model}, {_millions(model)} parameters, weights {loaded[-1].fingerprint}")
+    by_print: dict[str, str] = {}
+    for agent in loaded:
+        twin = by_print.setdefault(agent.fingerprint, agent.config.name)
+        if recipe.distinct and twin != agent.config.name:
+            raise UserError(
+                f"agents: {twin!r} and {agent.config.name!r} loaded the same weights, and distinct: true forbids it"
+            )
+    return loaded
+
+
+def model_source(config: AgentConfig, seed: int) -> str:
+    """A folder or Hub name for the agent's model; tiny agents are warm-started first, where no cached ones exist."""
+    from umad.learning.tiny import tiny_agent
+
+    if config.model.startswith("tiny:"):
+        return str(tiny_agent(config.model, seed))
+    return config.model
+
+
+def _millions(model: Any) -> str:
+    count = sum(p.numel() for p in model.parameters())
+    return f"{count / 1e6:.2f}M" if count < 1e8 else f"{count / 1e9:.2f}B"
+
+
+def engine_for(recipe: Recipe, agent: Loaded, *, own_copy: bool) -> Engine:
+    """The agent's engine. `own_copy`: the model is the trainer's, so the engine needs one of its own."""
+    import copy
+
+    from umad.engines import models
+    from umad.engines.transformers import TransformersEngine
+
+    model = copy.deepcopy(agent.model) if own_copy else agent.model
+    if recipe.engine.dtype == "bfloat16":
+        import torch
+
+        model = model.to(torch.bfloat16)
+    pad = agent.tokenizer.pad_token_id
+    return TransformersEngine(
+        model,
+        agent.stop_ids,
+        agent.stop_ids[0] if pad is None else pad,
+        max_batch=recipe.engine.max_batch,
+        max_context=models.context_length(model),
+    )
+
+
+def agents_of(recipe: Recipe, loaded: Sequence[Loaded], *, own_copy: bool) -> list[Agent]:
+    """The agents of the recipe with their engines. Scripted agents have a tokenizer only where one is given."""
+    from umad.engines import models
+
+    if recipe.engine.backend == "scripted":
+        from umad.engines.scripted import ScriptedEngine, script_from_file
+
+        assert recipe.engine.script is not None
+        script = script_from_file(recipe.engine.script)
+        tokenizers = {agent.config.name: agent.tokenizer for agent in loaded}
+        return [
+            Agent(c.name, ScriptedEngine(script, tokenizers.get(c.name)), tokenizers.get(c.name)) for c in recipe.agents
+        ]
+    agents = []
+    for agent in loaded:
+        context = models.context_length(agent.model)
+        agents.append(
+            Agent(
+                agent.config.name,
+                engine_for(recipe, agent, own_copy=own_copy),
+                agent.tokenizer,
+                _prompt_limit(recipe, agent.config.name, context),
+            )
+        )
+    return agents
+
+
+def _prompt_limit(recipe: Recipe, name: str, context: int | None) -> int | None:
+    limit = recipe.sampling.max_prompt_tokens
+    if context is None:
+        return limit
+    room = context - recipe.sampling.max_tokens
+    if room < 1:
+        raise UserError(
+            f"sampling.max_tokens: {recipe.sampling.max_tokens} leaves no room for a prompt in the context of agent "
+            f"{name!r} ({context} tokens)"
+        )
+    if limit is not None and limit > room:
+        raise UserError(
+            f"sampling.max_prompt_tokens: {limit} and max_tokens {recipe.sampling.max_tokens} exceed the context of agent "
+            f"{name!r} ({context} tokens)"
+        )
+    return limit if limit is not None else room
+
+
+@dataclass(frozen=True)
+class Debater:
+    """Runs debates for an evaluation: any number of rollouts, turns and sampling, with the agents as they are now."""
+
+    recipe: Recipe
+    driver: Driver
+
+    def __call__(
+        self, problems: Sequence[Problem], rollouts: int, turns: int | None, sampling: Sampling, mode: str, label: str
+    ) -> list[Debate]:
+        from umad.reporting.progress import progress
+
+        protocol = protocol_of(self.recipe, turns)
+        jobs = jobs_for(problems, rollouts, together=mode == "shared_context")
+        with progress(f"debating ({label})", total=len(problems) * rollouts, unit="debates") as bar:
+            self.driver.on_debate = lambda _: bar.advance()
+            try:
+                return self.driver.run(jobs, protocol, sampling, self.recipe.evaluation.seed, f"eval/{label}", mode)
+            finally:
+                self.driver.on_debate = None
+
+
+def policy_for(recipe: Recipe, agent: Loaded, steps: int) -> Any:
+    """The agent's policy: its model with optimiser, schedule and, where the loss has a KL term, its frozen start."""
+    from umad.learning.policy import Policy
+
+    training = recipe.training
+    assert training is not None
+    pad = agent.tokenizer.pad_token_id
+    return Policy(
+        agent.config.name,
+        agent.model,
+        training,
+        recipe.loss,
+        temperature=recipe.sampling.temperature,
+        pad_id=agent.stop_ids[0] if pad is None else pad,
+        total_steps=steps,
+        learning_rate=agent.config.learning_rate or training.learning_rate,
+    )

@@ -1,0 +1,136 @@
+"""`umad eval`: agents from a recipe, or a run's checkpoints, measured on the recipe's evaluation problems."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from umad.config import AgentConfig, Recipe
+from umad.debate.driver import Driver
+from umad.evaluation.evaluate import Evaluation, evaluate, read_summary, write_evaluation
+from umad.records import Problem, UserError, atomic_writer
+from umad.runs import build
+from umad.runs.folder import RunFolder, disk_errors, is_run, start_folder
+
+START = 0
+"""The step of the models as a run starts."""
+
+
+def measure(recipe: Recipe, driver: Driver, problems: Sequence[Problem], step: int, where: Path) -> Evaluation:
+    """Evaluates the agents as they are now and writes the evaluation folder `where`."""
+    from umad.reporting.progress import say
+
+    turns = recipe.evaluation.turns or getattr(build.protocol_of(recipe).settings, "turns", 1)
+    evaluation = evaluate(
+        build.Debater(recipe, driver),
+        problems,
+        recipe.evaluation,
+        turns=turns,
+        max_tokens=recipe.sampling.max_tokens,
+        info={"step": step, "recipe": recipe.name, "seed": recipe.seed},
+        progress=say,
+    )
+    with disk_errors(where):
+        write_evaluation(where, evaluation)
+    return evaluation
+
+
+def eval_command(target: str, overrides: Sequence[str] = (), step: str | None = None) -> list[Path]:
+    """Evaluates a recipe's agents, or checkpoints of a run (`step`: a number, "all", or None for the newest).
+
+    Returns the evaluation folders. Evaluations that are on disk already are not done again.
+    """
+    if is_run(Path(target)):
+        return _eval_run(RunFolder(Path(target)), overrides, step)
+    if step is not None:
+        raise UserError(f"--step: {target} is not a run folder, so it has no checkpoints")
+    from umad.recipe_io import load_recipe
+
+    recipe = load_recipe(target, overrides)
+    build.check(recipe)
+    problems = build.problems_of(recipe, "eval")
+    folder = start_folder(recipe, resume=False)
+    where = folder.evaluation(START)
+    _evaluate_models(recipe, problems, START, where)
+    copy_summary(folder, where)
+    return [where]
+
+
+def _eval_run(folder: RunFolder, overrides: Sequence[str], step: str | None) -> list[Path]:
+    from umad.learning.checkpoint import checkpoint_steps
+
+    recipe = folder.recipe(overrides)
+    build.check(recipe)
+    saved = checkpoint_steps(folder.path)
+    if step == "all":
+        steps = [START, *saved]
+    elif step is None:
+        steps = saved[-1:] or [START]
+    elif step.isdigit() and (int(step) in saved or int(step) == START):
+        steps = [int(step)]
+    else:
+        known = ", ".join(map(str, [START, *saved]))
+        raise UserError(f"--step: {folder.path} has no checkpoint {step!r}; there are {known} (or 'all')")
+    problems = build.problems_of(recipe, "eval")
+    done = []
+    for number in steps:
+        where = folder.evaluation(number)
+        if not _is_done(where, recipe):
+            _evaluate_models(_with_checkpoint(recipe, folder, number), problems, number, where)
+        done.append(where)
+    copy_summary(folder, done[-1])
+    return done
+
+
+def _is_done(where: Path, recipe: Recipe) -> bool:
+    """Whether the evaluation is on disk, made with the same settings."""
+    from umad.reporting.progress import say
+
+    note = where / "settings.json"
+    if not (where / "summary.json").is_file() or not note.is_file():
+        return False
+    if json.loads(note.read_text(encoding="utf-8")) != _settings(recipe):
+        return False
+    say(f"{where} is there already")
+    return True
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    settings: dict[str, Any] = recipe.model_dump(
+        mode="json", include={"evaluation", "debate", "grading", "data", "sampling"}
+    )
+    return settings
+
+
+def note_settings(where: Path, recipe: Recipe) -> None:
+    """Remembers what an evaluation was made with, so that it is repeated when that changes."""
+    with atomic_writer(where / "settings.json") as file:
+        json.dump(_settings(recipe), file)
+
+
+def _with_checkpoint(recipe: Recipe, folder: RunFolder, step: int) -> Recipe:
+    """The recipe whose agents are those of a checkpoint. Their tokenizers lie beside them."""
+    if step == START:
+        return recipe
+    from umad.learning.checkpoint import checkpoint_folder
+
+    where = checkpoint_folder(folder.path, step)
+    agents = [AgentConfig(name=a.name, model=str(where / a.name), chat_template=a.chat_template) for a in recipe.agents]
+    return recipe.model_copy(update={"agents": tuple(agents)})
+
+
+def _evaluate_models(recipe: Recipe, problems: Sequence[Problem], step: int, where: Path) -> None:
+    loaded = [] if recipe.engine.backend == "scripted" else build.load_agents(recipe)
+    agents = build.agents_of(recipe, loaded, own_copy=False)
+    with build.grader_of(recipe) as grader:
+        measure(recipe, Driver(agents, build.prompts_of(recipe), grader), problems, step, where)
+    note_settings(where, recipe)
+
+
+def copy_summary(folder: RunFolder, where: Path) -> None:
+    """The run's `summary.json` is that of its newest evaluation."""
+    summary = read_summary(where)
+    with atomic_writer(folder.summary) as file:
+        file.write(json.dumps(summary, indent=2, ensure_ascii=False) + "\n")

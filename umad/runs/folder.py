@@ -1,0 +1,108 @@
+"""The run folder: where things are, and starting or continuing in one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from umad.config import Recipe
+from umad.debate.recorded import write_rollouts
+from umad.recipe_io import dump_recipe, load_recipe
+from umad.records import Debate, UserError, atomic_writer, write_jsonl
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """`config.yaml, metrics.jsonl, transcripts/, rollouts/, checkpoints/, eval/, summary.json, report.html, log.txt`."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def evaluation(self, step: int) -> Path:
+        return self.path / "eval" / f"step_{step:06d}"
+
+    def transcript(self, step: int) -> Path:
+        return self.path / "transcripts" / f"step_{step:06d}.jsonl"
+
+    def rollouts(self, step: int) -> Path:
+        return self.path / "rollouts" / f"step_{step:06d}.parquet"
+
+    def recipe(self, overrides: Sequence[str] = ()) -> Recipe:
+        """The recipe that this run was started with."""
+        return load_recipe(self.config, overrides)
+
+    def write_step(self, step: int, debates: Sequence[Debate]) -> None:
+        write_jsonl(self.transcript(step), (debate.to_row() for debate in debates))
+        write_rollouts(self.rollouts(step), debates)
+
+    def note(self, text: str) -> None:
+        """Appends a line to log.txt."""
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+
+def is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file()
+
+
+def start_folder(recipe: Recipe, *, resume: bool) -> RunFolder:
+    """Makes the run folder (or, resuming, finds it) and writes the resolved recipe.
+
+    Raises:
+        UserError: there is a run in it already and `resume` is not asked for, or it is not writable.
+    """
+    folder = RunFolder(recipe.folder)
+    path = folder.path
+    if path.exists() and not path.is_dir():
+        raise UserError(f"output: {path} is a file, not a folder")
+    if is_run(path) and not resume:
+        raise UserError(
+            f"output: {path} already holds a run; add --resume to go on with it, or choose another folder with output=DIR"
+        )
+    if not is_run(path) and path.is_dir() and any(path.iterdir()):
+        raise UserError(f"output: {path} is not empty and holds no run; choose another folder with output=DIR")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not is_run(path):
+            with atomic_writer(folder.config) as file:
+                file.write(dump_recipe(recipe))
+    except OSError as error:
+        raise UserError(
+            f"output: {path} cannot be written ({error.strerror or error}); choose another with output=DIR"
+        ) from None
+    if not os.access(path, os.W_OK):
+        raise UserError(f"output: {path} is not writable; choose another with output=DIR")
+    return folder
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns "no space left" and its like into one clear message; what was written before stays as it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise UserError(
+                f"{error.filename or path}: cannot be written ({error.strerror}). The run can go on from its last complete "
+                "checkpoint with --resume once there is room"
+            ) from None
+        raise
