@@ -156,8 +156,9 @@ def analyze(
 
 @app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="DIR", help="An evaluation folder.")],
-    second: Annotated[Path, typer.Argument(metavar="DIR", help="Another one on the same problems.")],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR DIR...", help="Evaluations or runs; all against the first.")
+    ],
     out: Annotated[Optional[Path], typer.Option(help="Where comparison.json goes.")] = None,  # noqa: UP045
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
@@ -167,7 +168,7 @@ def compare(
     """
     from umad.runs.tables import compare_command
 
-    compare_command(first, second, out, as_json=as_json)
+    compare_command(folders, out, as_json=as_json)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,0 +1,17 @@
+"""`umad grade`: rows in, graded rows out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def grade_command(file: Path, out: Path | None, kind: str, *, require_box: bool, as_json: bool) -> None:
+    """Grades a file, writes the rows with `equal`, `extracted` and `status`, prints the summary."""
+    from umad.grading.file import grade_file
+    from umad.reporting.progress import progress, say
+
+    target = out or file.with_name(f"{file.name.removesuffix('.jsonl')}.graded.jsonl")
+    with progress("grading", unit="rows") as bar:
+        summary = grade_file(file, target, kind, require_box=require_box, progress=bar.advance)
+    say(json.dumps(summary, indent=2) if as_json else str(summary))
