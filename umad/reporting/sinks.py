@@ -19,6 +19,7 @@ from typing import Any, Self, cast
 
 from umad.config import LoggingConfig, Recipe
 from umad.records import UserError, atomic_writer, read_jsonl, to_json
+from umad.reporting.environment import environment
 from umad.reporting.progress import warn
 
 STEP_NAME = re.compile(r"^\.?step_(\d{6,})(\.|$)")
@@ -112,7 +113,7 @@ class Sinks:
         self.run = run
         self.metrics = MetricsLog(run / "metrics.jsonl")
         self._state = _State(run / "state.json")
-        self._state.write(**this_process(), steps=steps, ended=None)
+        self._state.write(**this_process(), steps=steps, ended=None, environment=environment())
         self._wandb: WandbSink | None = None
         if recipe.logging.wandb != "off":
             config = recipe.model_dump(mode="json")
@@ -229,12 +230,13 @@ def this_process() -> dict[str, Any]:
 
 
 def process_birth(pid: int) -> int | None:
-    """Start time of a process in the kernel's ticks; None where /proc does not tell."""
+    """Start time of a process in the kernel's ticks; None where /proc does not tell, and for one that has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return int(stat.rsplit(")", 1)[1].split()[19])
+    fields = stat.rsplit(")", 1)[1].split()
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 class _State:
