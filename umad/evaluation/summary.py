@@ -87,7 +87,7 @@ def uncertainty(debates: Sequence[Debate], *, draws: int = 10_000, seed: int = 0
             "refused": f"each problem has {int(split.rollouts.max(initial=0))} rollout(s) per agent; a distribution over "
             "answers needs at least 2 (16 is usual)"
         }
-    values = np.stack([np.where(enough, v, np.nan) for v in (split.TU, split.EU, split.AU)])
+    values = np.stack([np.where(enough, v, np.nan) for v in (split.tu, split.eu, split.au)])
     n_turns = table.turns
     means = bootstrap_mean(values.transpose(1, 0, 2).reshape(len(table.problems), -1), draws=draws, seed=seed)
     result: dict[str, Any] = {}

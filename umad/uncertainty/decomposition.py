@@ -27,9 +27,9 @@ TOLERANCE = 1e-9
 class Split:
     """TU, AU and EU of one problem at one turn, nats."""
 
-    TU: float
-    AU: float
-    EU: float
+    tu: float
+    au: float
+    eu: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,9 +37,9 @@ class Decomposition:
     """All arrays are [P, T], nats; NaN where a problem has no response at a turn."""
 
     problems: tuple[str, ...]
-    TU: Floats
-    AU: Floats
-    EU: Floats
+    tu: Floats
+    au: Floats
+    eu: Floats
     unparsed: Floats
     """Share of responses without an answer."""
     rollouts: Ints
@@ -70,11 +70,11 @@ def decompose_counts(counts: ArrayLike) -> tuple[Floats, Floats, Floats]:
         raise ValueError(f"expected non-negative counts of shape [..., agents, classes], not {list(n.shape)}")
     rollouts = n.sum(axis=-1, keepdims=True)
     p = np.divide(n, rollouts, out=np.zeros_like(n), where=rollouts > 0)
-    agents = (rollouts > 0).sum(axis=(-2, -1)).astype(np.float64)
-    agents[agents == 0] = np.nan
+    present = (rollouts > 0).sum(axis=(-2, -1))
+    agents = np.where(present > 0, present, np.nan)
     mean = p.sum(axis=-2) / agents[..., None]
-    total = -_xlogx(mean).sum(axis=-1)
-    aleatoric = -_xlogx(p).sum(axis=(-2, -1)) / agents
+    total = 0.0 - _xlogx(mean).sum(axis=-1)
+    aleatoric = (0.0 - _xlogx(p).sum(axis=(-2, -1))) / agents
     kl = (_xlogx(p) - p * _log(mean)[..., None, :]).sum(axis=(-2, -1)) / agents
     return total, aleatoric, _checked(total, aleatoric, kl)
 
@@ -99,9 +99,9 @@ def decompose(table: ResponseTable) -> Decomposition:
     unparsed = np.bincount(cells.spot, known & (table.label == UNPARSED), cells.spots)
     return Decomposition(
         problems=table.problems,
-        TU=total.reshape(shape),
-        AU=aleatoric.reshape(shape),
-        EU=epistemic.reshape(shape),
+        tu=total.reshape(shape),
+        au=aleatoric.reshape(shape),
+        eu=epistemic.reshape(shape),
         unparsed=np.divide(unparsed, n, out=np.full(cells.spots, np.nan), where=n > 0).reshape(shape),
         rollouts=cells.fewest_rollouts().reshape(shape),
     )
@@ -188,8 +188,8 @@ class _Cells:
         mean = np.bincount(self.cell_class, p, len(self.class_spot)) / agents[self.class_spot]
         cell_spot = self.voice_spot[self.cell_voice]
         plogp = _xlogx(p)
-        total = -np.bincount(self.class_spot, _xlogx(mean), self.spots) + 0.0 * agents
-        aleatoric = -np.bincount(cell_spot, plogp, self.spots) / agents
+        total = 0.0 * agents - np.bincount(self.class_spot, _xlogx(mean), self.spots)
+        aleatoric = (0.0 - np.bincount(cell_spot, plogp, self.spots)) / agents
         kl = np.bincount(cell_spot, plogp - p * _log(mean)[self.cell_class], self.spots) / agents
         return total, aleatoric, _checked(total, aleatoric, kl)
 
@@ -203,7 +203,8 @@ class _Cells:
 
 
 def _checked(total: Floats, aleatoric: Floats, kl: Floats) -> Floats:
-    gap = np.nanmax(np.abs(total - aleatoric - kl), initial=0.0) if np.size(kl) else 0.0
+    gaps = np.abs(total - aleatoric - kl)
+    gap = np.max(gaps, where=~np.isnan(gaps), initial=0.0)
     if gap > TOLERANCE:
         raise ArithmeticError(f"Sys-EU as TU - AU and as mean KL differ by {gap:.3g} (more than {TOLERANCE:g})")
     return np.maximum(kl, 0.0)
