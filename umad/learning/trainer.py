@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from umad.config import Recipe
 from umad.debate.driver import Driver, jobs_for
 from umad.debate.protocols import Protocol
 from umad.learning.advantages import assign_advantages
-from umad.learning.rewards import reward_debate
+from umad.learning.rewards import RewardFunction, load_functions, reward_debate, reward_metrics
 from umad.learning.samples import samples_of, write_back
 from umad.records import Debate, Problem, Sample
 
@@ -81,6 +82,10 @@ class Trainer:
     policies: Mapping[str, Policy]
     sampler: ProblemSampler
     timings: dict[str, float] = field(default_factory=dict)
+    functions: Sequence[RewardFunction] = ()
+
+    def __post_init__(self) -> None:
+        self.functions = load_functions(self.recipe.reward)
 
     def push(self, version: int) -> None:
         """Gives every engine its policy's weights. Mandatory after load, resume and each update."""
@@ -93,8 +98,8 @@ class Trainer:
         self.driver.timings.clear()
         start = time.perf_counter()
         debates = self.rollout(step)
-        debates = [reward_debate(debate, self.recipe.reward) for debate in debates]
-        metrics: dict[str, float] = dict(debate_metrics(debates))
+        debates = [reward_debate(debate, self.recipe.reward, self.functions) for debate in debates]
+        metrics = dict(debate_metrics(debates)) | reward_metrics(debates, self.functions)
         ready: dict[str, list[Sample]] = {}
         for name in self.policies:
             samples, counts = self.samples(debates, name)
@@ -121,12 +126,14 @@ class Trainer:
     def samples(self, debates: Sequence[Debate], name: str) -> tuple[list[Sample], dict[str, float]]:
         """The agent's samples with advantages, before any policy of this step is updated."""
         weight = self.recipe.advantage.weight
-        samples = samples_of(debates, name)
+        dropped: Counter[str] = Counter()
+        samples = samples_of(debates, name, dropped)
         if weight.mode != "none" and weight.logprobs == "trainer":
             with self._timed("score"):
                 scored = self.policies[name].score(samples)
             samples = [replace(s, nll=-float(lp.mean())) for s, lp in zip(samples, scored, strict=True)]
-        return assign_advantages(samples, self.recipe.advantage, self.recipe.loss.mask_truncated)
+        ready, metrics = assign_advantages(samples, self.recipe.advantage, self.recipe.loss.mask_truncated)
+        return ready, metrics | {f"dropped_{reason.replace(' ', '_')}": float(n) for reason, n in dropped.items()}
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -175,6 +182,3 @@ def debate_metrics(debates: Sequence[Debate]) -> Iterator[tuple[str, float]]:
         yield f"agent/{agent}/ungraded", float(sum(r.correct is None for r in responses))
         yield f"agent/{agent}/length", sum(r.completion_tokens for r in responses) / n
         yield f"agent/{agent}/shortened", float(sum(r.shortened > 0 for r in responses))
-        for part in sorted({name for r in responses for name in r.parts}):
-            values = [r.parts[part] for r in responses if part in r.parts]
-            yield f"agent/{agent}/reward_{part}", sum(values) / len(values)

@@ -66,20 +66,30 @@ def problems_of(recipe: Recipe, role: str) -> list[Problem]:
     Raises:
         UserError: the recipe has none, or they cannot be read.
     """
-    from umad.grading import check_golds
     from umad.reporting.progress import warn
     from umad.tasks import load_problems
 
     source: SourceConfig | None = recipe.data.train if role == "train" else recipe.data.eval
     if source is None:
         raise UserError(f"data.{role}: is missing; give a name or a path")
-    loaded = load_problems(source, role, recipe.data.on_bad_rows, check_golds)  # type: ignore[arg-type]
+    loaded = load_problems(source, role, recipe.data.on_bad_rows, gold_faults)
     if loaded.skipped:
-        warn(f"data.{role}: {loaded.skipped} broken rows were skipped")
+        warn(f"data.{role}: {len(loaded.skipped)} broken rows were left out, the first: {loaded.skipped[0]}")
     problems = list(loaded.problems)
     if role == "train" and (missing := [p.id for p in problems if p.gold is None]):
         raise UserError(f"data.train: problem {missing[0]!r} has no answer; training needs one for every problem")
     return problems
+
+
+def gold_faults(problems: Sequence[Problem]) -> list[str | None]:
+    """For each problem what is wrong with its gold, or None: an unparsable gold would grade everyone alike."""
+    from umad.grading import check_golds
+
+    faults: list[str | None] = [None] * len(problems)
+    known = [(i, p) for i, p in enumerate(problems) if p.gold is not None]
+    for index, reason in check_golds([(p.gold, p.kind) for _, p in known]):
+        faults[known[index][0]] = reason
+    return faults
 
 
 def load_agents(recipe: Recipe) -> list[Loaded]:
@@ -108,9 +118,9 @@ def load_agents(recipe: Recipe) -> list[Loaded]:
 
 def model_source(config: AgentConfig, seed: int) -> str:
     """A folder or Hub name for the agent's model; tiny agents are warm-started first, where no cached ones exist."""
-    from umad.learning.tiny import tiny_agent
-
     if config.model.startswith("tiny:"):
+        from umad.learning.tiny import tiny_agent
+
         return str(tiny_agent(config.model, seed))
     return config.model
 
@@ -124,7 +134,6 @@ def engine_for(recipe: Recipe, agent: Loaded, *, own_copy: bool) -> Engine:
     """The agent's engine. `own_copy`: the model is the trainer's, so the engine needs one of its own."""
     import copy
 
-    from umad.engines import models
     from umad.engines.transformers import TransformersEngine
 
     model = copy.deepcopy(agent.model) if own_copy else agent.model
@@ -132,14 +141,7 @@ def engine_for(recipe: Recipe, agent: Loaded, *, own_copy: bool) -> Engine:
         import torch
 
         model = model.to(torch.bfloat16)
-    pad = agent.tokenizer.pad_token_id
-    return TransformersEngine(
-        model,
-        agent.stop_ids,
-        agent.stop_ids[0] if pad is None else pad,
-        max_batch=recipe.engine.max_batch,
-        max_context=models.context_length(model),
-    )
+    return TransformersEngine(model, agent.stop_ids, max_batch=recipe.engine.max_batch)
 
 
 def agents_of(recipe: Recipe, loaded: Sequence[Loaded], *, own_copy: bool) -> list[Agent]:
@@ -173,15 +175,16 @@ def _prompt_limit(recipe: Recipe, name: str, context: int | None) -> int | None:
     limit = recipe.sampling.max_prompt_tokens
     if context is None:
         return limit
-    room = context - recipe.sampling.max_tokens
+    longest = max(recipe.sampling.max_tokens, recipe.evaluation.max_tokens or 0)
+    room = context - longest
     if room < 1:
         raise UserError(
-            f"sampling.max_tokens: {recipe.sampling.max_tokens} leaves no room for a prompt in the context of agent "
+            f"sampling.max_tokens: {longest} leaves no room for a prompt in the context of agent "
             f"{name!r} ({context} tokens)"
         )
     if limit is not None and limit > room:
         raise UserError(
-            f"sampling.max_prompt_tokens: {limit} and max_tokens {recipe.sampling.max_tokens} exceed the context of agent "
+            f"sampling.max_prompt_tokens: {limit} and max_tokens {longest} exceed the context of agent "
             f"{name!r} ({context} tokens)"
         )
     return limit if limit is not None else room

@@ -59,11 +59,11 @@ def eval_command(target: str, overrides: Sequence[str] = (), step: str | None = 
 
 
 def _eval_run(folder: RunFolder, overrides: Sequence[str], step: str | None) -> list[Path]:
-    from umad.learning.checkpoint import checkpoint_steps
+    from umad.learning.checkpoint import checkpoint_folders, checkpoint_step, missing_parts
 
     recipe = folder.recipe(overrides)
     build.check(recipe)
-    saved = checkpoint_steps(folder.path)
+    saved = [checkpoint_step(where) for where in checkpoint_folders(folder.path) if not missing_parts(where)]
     if step == "all":
         steps = [START, *saved]
     elif step is None:
@@ -114,9 +114,7 @@ def _with_checkpoint(recipe: Recipe, folder: RunFolder, step: int) -> Recipe:
     """The recipe whose agents are those of a checkpoint. Their tokenizers lie beside them."""
     if step == START:
         return recipe
-    from umad.learning.checkpoint import checkpoint_folder
-
-    where = checkpoint_folder(folder.path, step)
+    where = folder.checkpoint(step)
     agents = [AgentConfig(name=a.name, model=str(where / a.name), chat_template=a.chat_template) for a in recipe.agents]
     return recipe.model_copy(update={"agents": tuple(agents)})
 

@@ -40,6 +40,9 @@ class RunFolder:
     def evaluation(self, step: int) -> Path:
         return self.path / "eval" / f"step_{step:06d}"
 
+    def checkpoint(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step_{step:06d}"
+
     def transcript(self, step: int) -> Path:
         return self.path / "transcripts" / f"step_{step:06d}.jsonl"
 

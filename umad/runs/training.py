@@ -71,10 +71,10 @@ def _begin(run: _Run, checkpoint: Any, resume: bool) -> int:
     if checkpoint is not None:
         from umad.learning.checkpoint import load_checkpoint
 
-        done = load_checkpoint(checkpoint, run.trainer.policies, run.recipe)["step"]
+        done = int(load_checkpoint(checkpoint, run.trainer.policies, run.recipe.model_dump(mode="json"))["step"])
         say(f"resuming after step {done} ({checkpoint})")
     elif resume:
-        say(f"{run.folder.path} has no checkpoint yet; starting from the first step")
+        say(f"{run.folder.path} has no complete checkpoint; starting from the first step")
     run.sinks.cut(done)
     run.trainer.push(done)
     _evaluate_if_due(run, done)
@@ -121,7 +121,7 @@ def _save(run: _Run, step: int) -> None:
         step,
         run.trainer.policies,
         run.tokenizers,
-        run.recipe,
+        {"step": step, "recipe": run.recipe.model_dump(mode="json")},
         keep=run.recipe.checkpoints.keep,
     )
 
