@@ -61,7 +61,7 @@ class Grader:
         if answer is None:
             return Grade(False, None, "no_answer", NO_ANSWER)
         golds = [item.gold if isinstance(item.gold, str) else ", ".join(item.gold), *item.alternatives]
-        return Grade(any(decide(gold, answer, kind) for gold in golds), answer, "ok", class_key(answer, kind))
+        return Grade(any(decide(gold, answer, kind).equal for gold in golds), answer, "ok", class_key(answer, kind))
 
     @property
     def counts(self) -> dict[str, int]:

@@ -348,25 +348,23 @@ def _whole_function(name: str, values: list[Value]) -> Value:
 # --- text of values ---------------------------------------------------------------------------------------------------
 
 
+_ZERO = 1e-30  # what 40 digits leave of an exact zero
+
+
 def number_text(value: Value) -> str:
     """A value as text: whole numbers exactly, anything else to 12 significant digits; equal text is equal value."""
     if isinstance(value, Fraction):
-        if value.denominator == 1:
-            return str(value.numerator)
-        return _real_text(inexact(value))
-    if not value.imag:
-        return _real_text(value.real)
+        return str(value.numerator) if value.denominator == 1 else _real_text(inexact(value))
     real, imaginary = value.real, value.imag
-    scale = max(abs(real), abs(imaginary))
-    tiny = scale * context().mpf(10) ** -20
-    real = real if abs(real) > tiny else context().mpf(0)
-    imaginary = imaginary if abs(imaginary) > tiny else context().mpf(0)
+    noise = max(abs(real), abs(imaginary)) * context().mpf(10) ** -20
+    real = real if abs(real) > max(noise, _ZERO) else context().mpf(0)
+    imaginary = imaginary if abs(imaginary) > max(noise, _ZERO) else context().mpf(0)
     return _real_text(real) if not imaginary else f"{_real_text(real)},{_real_text(imaginary)}i"
 
 
 def _real_text(value: Value) -> str:
     ctx = context()
-    if not value or ctx.mag(value) < -80:
+    if not value:
         return "0"
     nearest = ctx.nint(value)
     if nearest and abs(value) < 10**12 and abs(value - nearest) <= abs(value) * ctx.mpf(10) ** -12:
