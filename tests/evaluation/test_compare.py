@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import scipy.stats
-from generated_debates import debate, problems, random_run
+from evaluation.generated_debates import debate, problems, random_run
 
 from umad.evaluation.compare import (
     HEADER,

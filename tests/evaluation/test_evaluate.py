@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from generated_debates import AGENTS, debate, problems, random_debate, random_run, response
+from evaluation.generated_debates import AGENTS, debate, problems, random_debate, random_run, response
 
 from umad.config import EvaluationConfig
 from umad.evaluation.evaluate import analyze, evaluate, read_evaluation, read_summary, write_evaluation

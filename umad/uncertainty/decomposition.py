@@ -188,7 +188,7 @@ class _Cells:
         mean = np.bincount(self.cell_class, p, len(self.class_spot)) / agents[self.class_spot]
         cell_spot = self.voice_spot[self.cell_voice]
         plogp = _xlogx(p)
-        total = 0.0 * agents - np.bincount(self.class_spot, _xlogx(mean), self.spots)
+        total = np.where(np.isnan(agents), np.nan, 0.0 - np.bincount(self.class_spot, _xlogx(mean), self.spots))
         aleatoric = (0.0 - np.bincount(cell_spot, plogp, self.spots)) / agents
         kl = np.bincount(cell_spot, plogp - p * _log(mean)[self.cell_class], self.spots) / agents
         return total, aleatoric, _checked(total, aleatoric, kl)
