@@ -1,0 +1,282 @@
+"""Checkpoints: all agents of one step or none, written so that a half-written one is never taken for a whole one.
+
+    RUN/checkpoints/step_000010/
+        AGENT/                 a plain Hugging Face model folder, for every agent
+        _training/AGENT.pt     optimiser and step of every agent (tensors and plain values, loads with weights_only)
+        _training/state.json   what the trainer needs beside that, the resolved recipe among it
+        _training/_random.pt   the process's random states
+        _training/complete.json  written last: every file with its size
+
+The folder is made under a hidden name, synced, and renamed. An agent's name can't begin with an underscore.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from umad.records import UserError
+
+if TYPE_CHECKING:
+    from umad.learning.policy import Policy
+
+TRAINING = "_training"
+SENTINEL = "complete.json"
+RANDOM = "_random.pt"
+
+MAY_CHANGE = (
+    *("name", "output", "logging", "checkpoints", "evaluation", "data.eval"),
+    *("training.steps", "training.epochs", "training.micro_batch_tokens", "training.gradient_checkpointing"),
+    *("engine.max_batch", "grading.workers"),
+)
+"""Settings that may differ on resume: they say how long, where to or how fast, not what is learned."""
+
+
+def save_checkpoint(
+    run: Path,
+    step: int,
+    policies: Mapping[str, Policy],
+    tokenizers: Mapping[str, Any],
+    state: Mapping[str, Any],
+    keep: int | None = None,
+) -> Path:
+    """Saves all agents at `step` and returns the checkpoint's folder. A checkpoint of that step is replaced.
+
+    policies, tokenizers: by agent name. state: JSON values, handed back by `load_checkpoint`; its `recipe` is compared on
+    resume. keep: delete all but the newest so many complete checkpoints afterwards (None: keep all).
+
+    Raises `UserError` where the disk is full or not writable; earlier checkpoints are then as they were.
+    """
+    if sorted(policies) != sorted(tokenizers):
+        raise ValueError(f"policies of {sorted(policies)} but tokenizers of {sorted(tokenizers)}")
+    folder = _checkpoints(run) / f"step_{step:06d}"
+    part = folder.with_name(f".{folder.name}.part")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(run)
+        _write(part, policies, tokenizers, state)
+        _replace(part, folder)
+    except Exception as error:
+        if not _is_io_error(error):
+            raise
+        last = latest_checkpoint(run)
+        kept = f"the last whole one is {last}" if last else "there is no earlier one"
+        raise UserError(
+            f"{folder}: the checkpoint could not be written ({error}); {kept}. "
+            "Make room or choose another output, then go on with --resume"
+        ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    if keep is not None:
+        _prune(run, keep)
+    return folder
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run, or None. Half-written, truncated and unfinished ones are passed over."""
+    return next((folder for folder in reversed(checkpoint_folders(run)) if not missing_parts(folder)), None)
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """All checkpoint folders of a run by step, complete or not."""
+    found = [path for path in _checkpoints(run).glob("step_*") if path.is_dir() and path.name[5:].isdigit()]
+    return sorted(found, key=checkpoint_step)
+
+
+def checkpoint_step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def missing_parts(folder: Path) -> list[str]:
+    """What makes a checkpoint incomplete: files that its sentinel names and that are missing or of another size."""
+    try:
+        files = json.loads((folder / TRAINING / SENTINEL).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return [f"{TRAINING}/{SENTINEL}"]
+    return [name for name, size in files.items() if _size(folder / name) != size]
+
+
+def load_checkpoint(
+    folder: Path, policies: Mapping[str, Policy], recipe: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Loads weights, optimisers and random states of a checkpoint into `policies`, and returns its `state`.
+
+    recipe: the resolved recipe that is to go on (`model_dump(mode="json")`). Raises `UserError` where the checkpoint is
+    incomplete or damaged, holds other agents, or comes from another recipe (each difference is named).
+    """
+    import torch
+
+    missing = missing_parts(folder)
+    if missing:
+        raise UserError(f"{folder}: not a complete checkpoint: {_some(missing)} missing or cut short")
+    state: dict[str, Any] = json.loads((folder / TRAINING / "state.json").read_text(encoding="utf-8"))
+    saved = sorted(path.stem for path in (folder / TRAINING).glob("*.pt") if path.name != RANDOM)
+    if saved != sorted(policies):
+        raise UserError(f"{folder}: holds the agents {', '.join(saved)}, not {', '.join(sorted(policies))}")
+    if recipe is not None:
+        differences = recipe_differences(state.get("recipe", {}), recipe)
+        if differences:
+            raise UserError(
+                f"{folder}: comes from another recipe:\n  "
+                + "\n  ".join(differences)
+                + "\nUndo these changes, or start a new run with another output"
+            )
+    try:
+        for name, policy in policies.items():
+            policy.load_model(folder / name)
+            policy.load_training_state(torch.load(folder / TRAINING / f"{name}.pt", weights_only=True))
+        _set_random_states(torch.load(folder / TRAINING / RANDOM, weights_only=True))
+    except Exception as error:
+        raise UserError(f"{folder}: cannot be loaded ({error}); remove it to resume from the one before") from error
+    return state
+
+
+def recipe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Each setting that differs, as `key: saved -> now`, but for those in `MAY_CHANGE`."""
+    before, now = dict(_flat(saved)), dict(_flat(current))
+    changed = [key for key in (before | now) if before.get(key, _ABSENT) != now.get(key, _ABSENT)]
+    return [
+        f"{key}: {before.get(key, _ABSENT)!r} -> {now.get(key, _ABSENT)!r}"
+        for key in changed
+        if not any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
+    ]
+
+
+def remove_leftovers(run: Path) -> list[Path]:
+    """Deletes what killed saves left behind and returns it; call it before `latest_checkpoint` on resume. Only for the
+    process that writes this run. A whole checkpoint that was being replaced when its successor was lost comes back."""
+    leftovers = sorted(_checkpoints(run).glob(".step_*"))
+    for path in leftovers:
+        folder = path.with_name(path.stem.removeprefix("."))
+        if path.suffix == ".old" and not folder.exists() and not missing_parts(path):
+            os.rename(path, folder)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+    return leftovers
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _write(part: Path, policies: Mapping[str, Policy], tokenizers: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    import torch
+
+    (part / TRAINING).mkdir(parents=True)
+    for name, policy in policies.items():
+        policy.save_model(part / name, tokenizers[name])
+        torch.save(policy.training_state(), part / TRAINING / f"{name}.pt")
+    torch.save(_random_states(), part / TRAINING / RANDOM)
+    (part / TRAINING / "state.json").write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
+    files = {str(path.relative_to(part)): path.stat().st_size for path in sorted(part.rglob("*")) if path.is_file()}
+    for name in files:
+        _sync(part / name)
+    sentinel = part / TRAINING / SENTINEL
+    sentinel.write_text(json.dumps({"files": files}), encoding="utf-8")
+    _sync(sentinel)
+    for path in [*(p for p in part.rglob("*") if p.is_dir()), part]:
+        _sync(path)
+
+
+def _replace(part: Path, folder: Path) -> None:
+    """Renames `part` to `folder`; a folder of that name is moved out of the way first and deleted afterwards."""
+    old = folder.with_name(f".{folder.name}.old")
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(part, folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _prune(run: Path, keep: int) -> None:
+    complete = [folder for folder in checkpoint_folders(run) if not missing_parts(folder)]
+    for folder in complete[:-keep]:
+        # hidden first: a folder that is half deleted must not look like a checkpoint
+        hidden = folder.with_name(f".{folder.name}.old")
+        os.rename(folder, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_io_error(error: Exception) -> bool:
+    """Whether writing failed. torch and safetensors report a full disk with types of their own."""
+    texts = ("I/O error", "PytorchStreamWriter", "No space left", "file write", "unexpected pos")
+    return isinstance(error, OSError) or any(text in str(error) for text in texts)
+
+
+# --- random states ----------------------------------------------------------------------------------------------------
+
+
+def _random_states() -> dict[str, Any]:
+    """Python's, numpy's and torch's global states. Training draws nothing from them; a user's reward function may."""
+    import numpy as np
+    import torch
+
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [[int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+    }
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    import numpy as np
+    import torch
+
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(states["torch"])
+
+
+# --- small things -----------------------------------------------------------------------------------------------------
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "(not there)"
+
+
+_ABSENT = _Absent()
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    else:
+        yield prefix, value
+        return
+    for key, inner in items:
+        yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _checkpoints(run: Path) -> Path:
+    return run / "checkpoints"
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
