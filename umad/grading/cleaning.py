@@ -15,7 +15,7 @@ _UNICODE = {
     **dict.fromkeys("≤⩽", r"\le "),
     **dict.fromkeys("≥⩾", r"\ge "),
     **dict.fromkeys("°º˚", r"^\circ "),
-    **dict.fromkeys("“”„\"«»", " "),
+    **dict.fromkeys('“”„"«»', " "),
     **dict.fromkeys("‘’′", "'"),
     "≠": r"\ne ",
     "≈": r"\approx ",
@@ -82,7 +82,9 @@ _DELIMITERS = re.compile(r"(?<!\\)\\(?:[()\[\],;:> /])|\\?\$|~|&nbsp;|\s")
 _TEXT = re.compile(
     r"\\(?:text|mbox|textrm|textnormal|textbf|textit|textsf|texttt|mathrm|operatorname\*?|emph|hbox)\s*\{([^{}]*)\}"
 )
-_STYLED = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathcal|overrightarrow|vec|hat|underline|pmb)\s*(?=[{A-Za-z0-9\\])")
+_STYLED = re.compile(
+    r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathcal|overrightarrow|vec|hat|underline|pmb)\s*(?=[{A-Za-z0-9\\])"
+)
 _THOUSANDS = re.compile(r"(?<=\d)(?:,\s?\\!|\{,\}|\\,|\\!,|,\\,|\\ )\s*(?=\d{3}(?!\d))")
 _CONNECTIVE = re.compile(r"[\s,;]*(and|or)[\s,;]*", re.I)
 

@@ -16,10 +16,12 @@ TAIL = 20_000
 
 _THINK_ENDS = ("</think>", "</thinking>", "</thought>", "[/THINK]", "<|channel|>final<|message|>")
 _SPECIAL_TOKEN = re.compile(r"<\|[A-Za-z0-9_▁/]{1,40}\|>|</?s>|<(?:start|end)_of_turn>|</?think(?:ing)?>|\[THINK\]")
-_BRACES = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\[{}\\]|[{}]")
+_BRACES = re.compile(r"\\+(?:boxed|fbox|framebox)\s*\{|\\[{}\\]|[{}]")
 _BOX_NAMES = ("\\boxed", "\\fbox", "\\framebox")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+(-?\d[\d.,]*|[A-Za-z]\b)")
-_MATH_MARKS = re.compile(r"\\[()\[\]]|\\(?:quad|qquad|text|mathrm|textbf|left|right|ldots)(?![a-z])|\\[,;:! ]|[${}~*&]|\s+")
+_MATH_MARKS = re.compile(
+    r"\\[()\[\]]|\\(?:quad|qquad|text|mathrm|textbf|left|right|ldots)(?![a-z])|\\[,;:! ]|[${}~*&]|\s+"
+)
 _JOINED_BY = re.compile(
     r"(?:[A-Za-z]+\s){0,4}(?:,|;|and|,\s?and)?\s?(?:[A-Za-z]\w?(?:_\w{1,3})?\s?(?:\([a-z]\)\s?)?=)?", re.I
 )
@@ -103,7 +105,9 @@ def _is_list_gap(text: str, start: int, end: int) -> bool:
     gap = _MATH_MARKS.sub(" ", text[start:end])
     gap = re.sub(r"\([a-z]\)", " ", gap)
     gap = re.sub(r"\s+", " ", gap).strip()
-    return not _JUDGING.search(gap) and _JOINED_BY.fullmatch(gap) is not None and ("," in gap or "and" in gap or not gap)
+    return (
+        not _JUDGING.search(gap) and _JOINED_BY.fullmatch(gap) is not None and ("," in gap or "and" in gap or not gap)
+    )
 
 
 # --- answers that are stated, not boxed -------------------------------------------------------------------------------
@@ -156,9 +160,13 @@ _DIGITS = r"\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:[.,]\d+)*|\.\d+"
 NUMBER = re.compile(
     rf"(?<![\w.,\\^])(?:(?<![\w)])[-−–])?(?:\\?[$€£]\s?)?-?(?:\d+\s\d+/\d+|(?:{_DIGITS})(?:/\d+(?:\.\d+)?)?)(?:[eE][-+]?\d+)?(?:\s?\\?%)?"
 )
-_FORMULA = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$([^$\n]{1,400}|\s*\n[^$\n]{1,400}\n\s*)(?<!\\)\$", re.S)
+_FORMULA = re.compile(
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$([^$\n]{1,400}|\s*\n[^$\n]{1,400}\n\s*)(?<!\\)\$", re.S
+)
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][A-Za-z']+")
-_TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf|textit|operatorname|begin|end|mathbf|mathbb|textnormal)\s*\{[^{}]*\}")
+_TEXT_COMMAND = re.compile(
+    r"\\(?:text|mbox|mathrm|textbf|textit|operatorname|begin|end|mathbf|mathbb|textnormal)\s*\{[^{}]*\}"
+)
 
 
 def _is_prose(text: str) -> bool:
@@ -226,7 +234,9 @@ _OPTION = re.compile(r"\b(?:option|choice|letter|answer)\s*(?:is\s*)?[:\s]*\**\(
 _PARENTHESISED = re.compile(r"[(\[]\s*([A-Ja-j])\s*[)\]]")
 _LEADING = re.compile(r"\s*\(?([A-Ja-j])\s*(?:[).:,\-–]|$)|\s*([A-J])\s")
 _LONE = re.compile(r"(?<![\w'’.\\])([B-HJ]|[AI](?!\s+[a-z])(?!['’]))(?![\w'’])")
-_WRAPPERS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|textit|boldsymbol|rm|bf)\b\s*|[{}$*`\"]|\\[()\[\],;! ]|\\quad")
+_WRAPPERS = re.compile(
+    r"\\(?:text|mathrm|textbf|mathbf|mbox|textit|boldsymbol|rm|bf)\b\s*|[{}$*`\"]|\\[()\[\],;! ]|\\quad"
+)
 
 
 def option_letter(text: str) -> str | None:
@@ -237,7 +247,9 @@ def option_letter(text: str) -> str | None:
         letters = [letter.upper() for letter in re.findall(r"(?<![A-Za-z])[A-Ja-j](?![A-Za-z])", plain)]
         return ",".join(sorted(set(letters)))
     for pattern in (_OPTION, _LEADING, _PARENTHESISED, _LONE):
-        found = pattern.match(plain) if pattern is _LEADING else next(iter(reversed(list(pattern.finditer(plain)))), None)
+        found = (
+            pattern.match(plain) if pattern is _LEADING else next(iter(reversed(list(pattern.finditer(plain)))), None)
+        )
         if found:
             return next(group for group in found.groups() if group).upper()
     return None

@@ -85,7 +85,9 @@ Form = Scalar | Sequence | Region | Table | Relation | Text | Opaque
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][A-Za-z']+")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
-_HEDGES = frozenset("about approximately roughly around total exactly only nearly is are the answer approx almost".split())
+_HEDGES = frozenset(
+    "about approximately roughly around total exactly only nearly is are the answer approx almost".split()
+)
 
 
 def plain(text: str) -> str:
@@ -425,7 +427,11 @@ def _root_of(node: Node, name: str) -> tuple[Node, int] | None:
     slope = Op("add", (at[1], Op("neg", (at[0],))))
     bend = Op("add", (at[2], Op("mul", (Num(Fraction(-3)), at[1])), Op("mul", (Num(Fraction(2)), at[0]))))
     value = evaluate(slope)
-    if number_text(evaluate(bend)) != "0" or number_text(value) == "0" or (not isinstance(value, Fraction) and value.imag):
+    if (
+        number_text(evaluate(bend)) != "0"
+        or number_text(value) == "0"
+        or (not isinstance(value, Fraction) and value.imag)
+    ):
         return None
     return Op("mul", (Op("neg", (at[0],)), Op("inv", (slope,)))), 1 if value.real > 0 else -1
 

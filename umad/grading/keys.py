@@ -49,7 +49,9 @@ def _key(answer: str, kind: str) -> str:
         return _short("s:" + " ".join(answer.split())) if answer.strip() else NO_ANSWER
     form = read(answer, "decimal" if _COMMA_DECIMAL.fullmatch(answer.strip().strip("$")) else "auto")
     if kind == "number" and not isinstance(form, Scalar):
-        form = next((other for other in reversed(_numbers(answer, readings(answer))) if isinstance(other, Scalar)), form)
+        form = next(
+            (other for other in reversed(_numbers(answer, readings(answer))) if isinstance(other, Scalar)), form
+        )
     if isinstance(form, Text) and not form.text and not form.number:
         return NO_ANSWER if not plain(answer) else _short("s:" + normal_string(plain(answer)))
     try:

@@ -138,7 +138,10 @@ def _same_letter(gold: str, candidate: str) -> bool:
     letter = _LETTER_GOLD.fullmatch(gold.strip().strip("$"))
     if letter is None or len(candidate) > 200:
         return False
-    found = re.match(r"\W*(?:\\text|\\mathrm|\\mathbf|\\textbf)?\s*\{?\s*(?:\(\s*([A-E])\s*\)|([A-E])\s*(?:[).:]|$))", candidate.strip())
+    found = re.match(
+        r"\W*(?:\\text|\\mathrm|\\mathbf|\\textbf)?\s*\{?\s*(?:\(\s*([A-E])\s*\)|([A-E])\s*(?:[).:]|$))",
+        candidate.strip(),
+    )
     return found is not None and (found.group(1) or found.group(2)) == letter.group(1)
 
 

@@ -125,7 +125,9 @@ _MIXED = re.compile(r"(\d+) (\d+) ?/ ?(\d+)(?!\d)")
 _EXPONENT = re.compile(r"[eE]([-+]?\d{1,4})(?![\dA-Za-z.])")
 _SUBSCRIPT = re.compile(r"_\s*(?:\{([^{}]*)\}|([A-Za-z0-9]))")
 _SEPARATOR = re.compile(r"\s*(?:(?:,|;)\s*(?:and\b|or\b)?|and\b|or\b|\\(?:land|lor|wedge|vee)(?![a-z]))\s*", re.I)
-_UNIT_TAIL = re.compile(r'\s*(?:"[^"]*"|[A-Za-z][A-Za-z\'.\-]*|\([A-Za-z ]*\)|/\s*[A-Za-z]+|\^\s*\{?[23]\}?|-(?=[A-Za-z"]))')
+_UNIT_TAIL = re.compile(
+    r'\s*(?:"[^"]*"|[A-Za-z][A-Za-z\'.\-]*|\([A-Za-z ]*\)|/\s*[A-Za-z]+|\^\s*\{?[23]\}?|-(?=[A-Za-z"]))'
+)
 _QUOTED = re.compile(r'\s*"([^"]*)"(?=\s*(?:$|,|;|and\b|or\b|[)}\]&\\]))')
 _PRODUCTS = (frozenset("abcd"), frozenset("xyzw"), frozenset("abcxyz"), frozenset("pqrst"), frozenset("mnk"))
 
@@ -333,7 +335,18 @@ class _Parser:
                 return False
             return token not in (
                 *(r"\rangle", r"\rfloor", r"\rceil", r"\end", r"\mid", r"\pm", r"\mp", r"\to", r"\colon", r"\land"),
-                *(r"\lor", r"\wedge", r"\vee", r"\choose", r"\ldots", r"\dots", r"\cdots", r"\pmod", r"\bmod", r"\circ"),
+                *(
+                    r"\lor",
+                    r"\wedge",
+                    r"\vee",
+                    r"\choose",
+                    r"\ldots",
+                    r"\dots",
+                    r"\cdots",
+                    r"\pmod",
+                    r"\bmod",
+                    r"\circ",
+                ),
             )
         return token.isdigit() or token in "({."
 
@@ -380,7 +393,9 @@ class _Parser:
         return node
 
     def exponent(self, base: Node) -> Node:
-        braced = re.compile(r"\s*\{\s*\\(circ|prime|degree|top)\s*\}|\s*\\(circ|prime|degree|top)(?![a-z])|\s*\{?\s*(T)\s*\}?(?![A-Za-z])")
+        braced = re.compile(
+            r"\s*\{\s*\\(circ|prime|degree|top)\s*\}|\s*\\(circ|prime|degree|top)(?![a-z])|\s*\{?\s*(T)\s*\}?(?![A-Za-z])"
+        )
         mark = braced.match(self.text, self.at)
         if mark:
             name = mark.group(1) or mark.group(2) or mark.group(3)
@@ -441,7 +456,16 @@ class _Parser:
         if subscript and node.ulp is None:
             base = subscript.group(1) or subscript.group(2) or ""
             base = base.replace('"', "").strip()
-            words = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "ten": "10"}
+            words = {
+                "two": "2",
+                "three": "3",
+                "four": "4",
+                "five": "5",
+                "six": "6",
+                "seven": "7",
+                "eight": "8",
+                "ten": "10",
+            }
             base = words.get(base.lower(), base)
             if base.isdigit() and 2 <= int(base) <= 36:
                 self.at = subscript.end()
@@ -573,7 +597,9 @@ class _Parser:
             self.at += len(token)
             node = Op("binom", (node, self.answer("")))
             token = self.peek()
-        closes = {"(": (")", "]"), "[": (")", "]"), "{": ("}", r"\}"), r"\{": (r"\}", "}"), r"\langle": (r"\rangle",)}[opening]
+        closes = {"(": (")", "]"), "[": (")", "]"), "{": ("}", r"\}"), r"\{": (r"\}", "}"), r"\langle": (r"\rangle",)}[
+            opening
+        ]
         if token not in closes:
             raise Unreadable(f"{opening!r} is not closed")
         self.at += len(token)
@@ -638,7 +664,11 @@ class _Parser:
             self.expect("]")
         if self.peek() == "(":
             radicand = self.group("(")
-        elif self.text[self.at - 1 : self.at].isalpha() and self.text[self.at - 5 : self.at - 4] != "\\" and self.peek().isdigit():
+        elif (
+            self.text[self.at - 1 : self.at].isalpha()
+            and self.text[self.at - 5 : self.at - 4] != "\\"
+            and self.peek().isdigit()
+        ):
             radicand = self.literal()  # plain "sqrt 12"
         else:
             radicand = self.braced()

@@ -290,9 +290,7 @@ def _function(name: str, values: list[Value]) -> Value:
     return _bounded(value)
 
 
-_ANALYTIC = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan arccot asin acos atan sinh cosh tanh coth".split()
-)
+_ANALYTIC = frozenset("sin cos tan cot sec csc arcsin arccos arctan arccot asin acos atan sinh cosh tanh coth".split())
 
 
 def _logarithm(name: str, values: list[Value]) -> Value:

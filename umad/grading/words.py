@@ -71,7 +71,7 @@ def is_math_word(word: str) -> bool:
     lower = word.lower()
     if lower in FUNCTIONS or lower in CONSTANTS or lower in UNITS or lower in CONNECTIVES or word in GREEK:
         return True
-    if len(word) <= 3 and word.isupper():
+    if len(word) <= 2 and word.isupper():
         return True
     return len(word) == 2 and "'" not in word and lower not in _SMALL_ENGLISH
 
