@@ -182,7 +182,8 @@ def _unknown_key(at: Path_) -> str:
     near = difflib.get_close_matches(str(at[-1]), valid, n=1, cutoff=0.5)
     if near:
         return f"unknown key; did you mean {near[0]!r}?"
-    elsewhere = [path for path in _all_keys(Recipe, "") if path.rsplit(".", 1)[-1] == str(at[-1])]
+    meant = _SYNONYMS.get(str(at[-1]), str(at[-1]))
+    elsewhere = [path for path in _all_keys(Recipe, "") if path.rsplit(".", 1)[-1] == meant]
     if elsewhere:
         return f"unknown key here; did you mean {elsewhere[0]!r}?"
     return f"unknown key; valid here: {', '.join(valid)}"

@@ -100,7 +100,7 @@ def load_agents(recipe: Recipe) -> list[Loaded]:
     loaded = []
     for config in recipe.agents:
         source = model_source(config, recipe.seed)
-        model = models.load_model(source, config.revision)
+        model = models.load_model(source, config.revision, device=device())
         tokenizer = models.load_tokenizer(config.tokenizer or source, config.revision, config.chat_template)
         loaded.append(
             Loaded(config, source, model, tokenizer, models.stop_ids(model, tokenizer), models.fingerprint(model))
@@ -114,6 +114,13 @@ def load_agents(recipe: Recipe) -> list[Loaded]:
                 f"agents: {twin!r} and {agent.config.name!r} loaded the same weights, and distinct: true forbids it"
             )
     return loaded
+
+
+def device() -> str:
+    """Where models live: the process's first GPU, or the CPU."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def model_source(config: AgentConfig, seed: int) -> str:
