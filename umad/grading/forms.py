@@ -297,11 +297,14 @@ def _operation(node: Op) -> Form:
     if node.name == "ratio" and len(node.args) > 2:
         first = node.args[0]
         return Sequence("tuple", tuple(Scalar(Op("ratio", (arg, first))) for arg in node.args), "()")
+    if node.name == "ratio" and isinstance(node.args[1], Num) and node.args[1].value == 0:
+        hour = node.args[0].value if isinstance(node.args[0], Num) else "?"
+        return Text(f"{hour}:00")  # no ratio has a second part of 0, but a time of day has
     if any(isinstance(arg, Grid) for arg in node.args):
         return Table(_grid(node).rows)
-    if node.name == "neg" and isinstance(node.args[0], Op) and node.args[0].name in ("pct", "deg"):
+    if node.name == "neg" and isinstance(node.args[0], Op) and node.args[0].name in ("pct", "deg", "base"):
         inner = node.args[0]
-        return _operation(Op(inner.name, (Op("neg", inner.args),)))
+        return _operation(Op(inner.name, (Op("neg", inner.args[:1]), *inner.args[1:])))
     if node.name in ("pct", "deg"):
         return Scalar(_pure(node.args[0]), node.name)
     if node.name == "base" and isinstance(node.args[1], Num):
@@ -373,6 +376,15 @@ def is_label(node: Node) -> bool:
 
 def _chain(node: Chain) -> Form:
     args, ops = node.args, node.ops
+    if "~" in ops:  # `2/3 ~ 0.67`: the exact side counts (`readings` tries the other one too)
+        at = ops.index("~")
+        if at == 0 and is_label(args[0]):
+            ops = ("=", *ops[1:])
+        else:
+            args, ops = args[: at + 1], ops[:at]
+            if not ops:
+                return resolve(args[0])
+        return _chain(Chain(args, ops))
     if all(op == "=" for op in ops):
         return _equation(args)
     if ops == ("in",) or ops == ("notin",):

@@ -21,7 +21,7 @@ NO_ANSWER = "no-answer"
 """The key of no answer. It is a class of its own in entropies, never elected in votes."""
 
 _INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,14})")
-_COMMA_DECIMAL = re.compile(r"-?(?:0,\d+|\d{4,},\d{1,2})")
+_COMMA_DECIMAL = re.compile(r"-?(?:0,\d{3,}|\d{4,},\d{1,2})")
 
 
 def class_key(answer: str | None, kind: str = "math") -> str:

@@ -51,7 +51,7 @@ RIGHT, WRONG, UNDECIDED, REFUSED = Verdict(True), Verdict(False), Verdict(None),
 
 _INTEGER = re.compile(r"-?\d{1,15}")
 _LIST_OF_NUMBERS = re.compile(r"[(\[{]?\s*-?\d+(?:,\d{3})*(?:,\d+)+\s*[)\]}]?")
-_ONE_COMMA = re.compile(r"-?(?:0,\d+|\d+,\d{2}|\d{4,},\d+)")
+_ONE_COMMA = re.compile(r"-?(?:0,\d{2,}|\d+,\d{2}|\d{4,},\d+)")
 _LETTER_GOLD = re.compile(r"(?:\\text|\\mathrm|\\mathbf|\\textbf)?\s*\{?\s*\(?\s*([A-E])\s*\)?\s*\}?")
 
 
@@ -91,6 +91,8 @@ def readings(text: str) -> tuple[Form, ...]:
         forms.append(read(text, "list"))
     if "," in bare and _ONE_COMMA.fullmatch(bare):
         forms.append(read(text, "decimal"))
+    if "\\approx" in bare or "≈" in bare:
+        forms.append(read(re.split(r"\\approx|≈", bare)[-1]))
     return tuple(forms)
 
 
@@ -138,6 +140,8 @@ def _same_letter(gold: str, candidate: str) -> bool:
     letter = _LETTER_GOLD.fullmatch(gold.strip().strip("$"))
     if letter is None or len(candidate) > 200:
         return False
+    if candidate.strip(" ()$.") == letter.group(1).lower():
+        return True
     found = re.match(
         r"\W*(?:\\text|\\mathrm|\\mathbf|\\textbf)?\s*\{?\s*(?:\(\s*([A-E])\s*\)|([A-E])\s*(?:[).:]|$))",
         candidate.strip(),
@@ -216,7 +220,7 @@ _TIME = re.compile(r"(\d{1,2}):(\d{2})\s*([ap]m)?")
 def _same_time(gold: str, candidate: str) -> bool:
     """`4:30 p.m.` and `4:30`; the half of the day counts where both name it."""
     one, two = _TIME.fullmatch(gold), _TIME.fullmatch(candidate)
-    if not one or not two or one.groups()[:2] != two.groups()[:2]:
+    if not one or not two or int(one.group(1)) != int(two.group(1)) or one.group(2) != two.group(2):
         return False
     return one.group(3) == two.group(3) or not (one.group(3) and two.group(3))
 

@@ -94,7 +94,7 @@ class Words:
 Node = Num | Name | Op | Group | Grid | Chain | Measure | Builder | Words
 
 _RELATIONS = {
-    **{"=": "=", "==": "=", ":=": "=", r"\approx": "=", r"\equiv": "=", r"\simeq": "=", r"\cong": "=", r"\doteq": "="},
+    **{"=": "=", "==": "=", ":=": "=", r"\approx": "~", r"\equiv": "=", r"\simeq": "~", r"\cong": "=", r"\doteq": "="},
     **{"<": "<", ">": ">", "<=": "<=", ">=": ">=", "=<": "<=", "!=": "!=", r"\lt": "<", r"\gt": ">"},
     **{r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", r"\leqq": "<=", r"\ge": ">=", r"\geq": ">="},
     **{r"\geqslant": ">=", r"\geqq": ">=", r"\ne": "!=", r"\neq": "!=", r"\in": "in", r"\notin": "notin"},
@@ -128,6 +128,7 @@ _SEPARATOR = re.compile(r"\s*(?:(?:,|;)\s*(?:and\b|or\b)?|and\b|or\b|\\(?:land|l
 _UNIT_TAIL = re.compile(
     r'\s*(?:"[^"]*"|[A-Za-z][A-Za-z\'.\-]*|\([A-Za-z ]*\)|/\s*[A-Za-z]+|\^\s*\{?[23]\}?|-(?=[A-Za-z"]))'
 )
+_CORNERS = re.compile(r"\s*[A-Z]{1,5}(?![A-Za-z])")
 _QUOTED = re.compile(r'\s*"([^"]*)"(?=\s*(?:$|,|;|and\b|or\b|[)}\]&\\]))')
 _PRODUCTS = (frozenset("abcd"), frozenset("xyzw"), frozenset("abcxyz"), frozenset("pqrst"), frozenset("mnk"))
 
@@ -649,6 +650,8 @@ class _Parser:
             self.expect("}")
             return Name("set " + (letter.name if isinstance(letter, Name) else ""))
         if token in (r"\angle", r"\triangle"):
+            if corners := self.match(_CORNERS):
+                return Op("apply", (Name(token[1:]), Name(corners.group().strip())))
             return Op("apply", (Name(token[1:]), self.power()))
         if token in (r"\overline", r"\bar"):
             return Op("apply", (Name("bar"), self.braced()))
