@@ -40,21 +40,35 @@ class Batch:
         return self.input_ids.numel()
 
 
+BATCH_COST = 256
+"""What starting one more micro-batch is taken to cost, in tokens of computing: it weighs against padding."""
+
+
 def micro_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
     """Splits samples into micro-batches (lists of positions) of at most `max_tokens` padded tokens each.
 
     Sorted by length, the longest first, so rows of a batch are near in length and too little memory shows at once; ties
-    keep their order. A sample that is longer than the budget makes a batch of its own.
+    keep their order. The cuts are those with the least padded tokens plus `BATCH_COST` per batch. A sample that is longer
+    than the budget makes a batch of its own.
     """
     order = sorted(range(len(samples)), key=lambda i: -_length(samples[i]))
-    batches: list[list[int]] = []
-    longest = 0
-    for i in order:
-        if batches and longest * (len(batches[-1]) + 1) <= max_tokens:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-            longest = _length(samples[i])
+    widths = [_length(samples[i]) for i in order]
+    n = len(order)
+    cost, cut = [0] * (n + 1), [n] * n  # of the best split of what is left from a position on, and its first cut
+    for first in reversed(range(n)):
+        width, best = widths[first], None
+        for end in range(first + 1, min(n, first + max(1, max_tokens // width)) + 1):
+            own = width * (end - first)
+            if best is not None and own >= best:
+                break  # adding rows only costs more
+            if best is None or own + cost[end] < best:
+                best, cut[first] = own + cost[end], end
+        assert best is not None
+        cost[first] = best + BATCH_COST
+    batches, first = [], 0
+    while first < n:
+        batches.append(order[first : cut[first]])
+        first = cut[first]
     return batches
 
 
