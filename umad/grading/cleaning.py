@@ -86,6 +86,7 @@ _STYLED = re.compile(
     r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathcal|overrightarrow|vec|hat|underline|pmb)\s*(?=[{A-Za-z0-9\\])"
 )
 _THOUSANDS = re.compile(r"(?<=\d)(?:,\s?\\!|\{,\}|\\,|\\!,|,\\,|\\ )\s*(?=\d{3}(?!\d))")
+_ORDINAL = re.compile(r"(?<=\d)\s*\^\s*\{?\s*\"?(?:st|nd|rd|th)\"?\s*\}?(?![a-z])")
 _CONNECTIVE = re.compile(r"[\s,;]*(and|or)[\s,;]*", re.I)
 
 
@@ -139,6 +140,7 @@ def clean(text: str) -> str:
         text = re.sub(r"\\[lr]?vert(?![a-z])", "|", text).replace("\\|", "|")
     else:
         text = _THOUSANDS.sub("", text)
+    text = _ORDINAL.sub("", text)
     text = _DELIMITERS.sub(" ", text)
     text = re.sub(r" {2,}", " ", text).strip()
     for arrow in ("\\implies", "\\Rightarrow", "\\Longrightarrow", "\\therefore"):

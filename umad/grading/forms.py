@@ -101,7 +101,8 @@ def normal_string(text: str) -> str:
     """A cleaned answer with neither spaces nor braces: equal strings are equal answers, whatever they mean."""
     if len(text) > MAX_LENGTH:
         return re.sub(r"\s+", "", text)
-    return re.sub(r"[\s{}\"]+", "", text.replace("\\frac", "\\frac "))
+    text = re.sub(r"(?<=\d)\s+(?=\d)", "_", text.replace("\\frac", "\\frac "))  # "1 2" is not 12
+    return re.sub(r"[\s{}\"]+", "", text)
 
 
 def normal_words(text: str) -> str:
@@ -414,7 +415,7 @@ def _equation(args: tuple[Node, ...]) -> Form:
             return Relation("=", Op("add", (first, Op("neg", (last,)))))
         if not is_label(first) and is_label(last) and not isinstance(last, Group):
             first, last = last, first
-        elif not is_label(first) and isinstance(first, (Op, Name)) and isinstance(last, (Op, Name, Num)):
+        elif not is_label(first) and isinstance(first, (Op, Name, Num)) and isinstance(last, (Op, Name, Num)):
             if names_in(first) - {"oo"} or (names_in(last) - {"oo"}):
                 return Relation("=", Op("add", (_pure(first), Op("neg", (_pure(last),)))))
     form = resolve(last)
@@ -451,6 +452,9 @@ def _root_of(node: Node, name: str) -> tuple[Node, int] | None:
 def _inequality(left: Node, op: str, right: Node) -> Form:
     """`left < right` (or <=, !=): a part of the line where it has one variable and is affine in it."""
     closed = op == "<="
+    bounded = _absolute_bound(left, op, right)
+    if bounded:
+        return bounded
     if is_label(left) and not isinstance(left, Group) and not (names_in(right) & names_in(left)):
         if op == "!=":
             return Region(complement((Piece(_pure(right), True, right, True),)), left)
@@ -471,6 +475,23 @@ def _inequality(left: Node, op: str, right: Node) -> Form:
             piece = Piece(None, False, root, closed) if slope > 0 else Piece(root, closed, None, False)
             return Region((piece,), Name(name))
     return Relation(op, node)
+
+
+def _absolute_bound(left: Node, op: str, right: Node) -> Form | None:
+    """`|g| < r` and `r < |g|`, for a number r and g affine in one variable."""
+    inside = isinstance(left, Op) and left.name == "abs" and not names_in(right)
+    outside = isinstance(right, Op) and right.name == "abs" and not names_in(left)
+    if op == "!=" or inside == outside:
+        return None
+    absolute, bound = (left, right) if inside else (right, left)
+    assert isinstance(absolute, Op)
+    inner, negative = absolute.args[0], Op("neg", (_pure(bound),))
+    first = _inequality(negative, op, inner) if inside else _inequality(inner, op, negative)
+    second = _inequality(inner, op, bound) if inside else _inequality(bound, op, inner)
+    if not isinstance(first, Region) or not isinstance(second, Region):
+        return None
+    join = intersect(first.pieces, second.pieces) if inside else merge((*first.pieces, *second.pieces))
+    return Region(join, first.label)
 
 
 def _between(args: tuple[Node, ...], ops: tuple[str, ...]) -> Form:

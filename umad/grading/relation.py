@@ -275,9 +275,18 @@ def approximates(rounded: Node, exact: Node) -> bool:
         if not finer and isinstance(true, Fraction) and _terminates(true):
             return False
         allowed = abs(inexact(evaluate(rounded, point, bump=True)) - inexact(value))
-        if not abs(inexact(value) - inexact(true)) < allowed:
+        error = inexact(value) - inexact(true)
+        if not abs(error) < allowed:
             return False
+        if _is_literal(rounded) and not error.imag:  # cut off towards zero, or rounded to the nearest
+            towards_zero = (error.real <= 0) == (inexact(value).real >= 0)
+            if not towards_zero and 2 * abs(error) > allowed:
+                return False
     return True
+
+
+def _is_literal(node: Node) -> bool:
+    return isinstance(node, Num) or (isinstance(node, Op) and node.name == "neg" and isinstance(node.args[0], Num))
 
 
 def _finer(literals: list[Num], finer: list[Num]) -> bool:

@@ -128,6 +128,8 @@ _SEPARATOR = re.compile(r"\s*(?:(?:,|;)\s*(?:and\b|or\b)?|and\b|or\b|\\(?:land|l
 _UNIT_TAIL = re.compile(
     r'\s*(?:"[^"]*"|[A-Za-z][A-Za-z\'.\-]*|\([A-Za-z ]*\)|/\s*[A-Za-z]+|\^\s*\{?[23]\}?|-(?=[A-Za-z"]))'
 )
+_UNION_LETTER = re.compile(r"(?<=[)\]}\s])U\s*(?=[(\[{\\])")
+_DOTS = re.compile(r"\s*(?:\.\.\.|…)")
 _CORNERS = re.compile(r"\s*[A-Z]{1,5}(?![A-Za-z])")
 _QUOTED = re.compile(r'\s*"([^"]*)"(?=\s*(?:$|,|;|and\b|or\b|[)}\]&\\]))')
 _PRODUCTS = (frozenset("abcd"), frozenset("xyzw"), frozenset("abcxyz"), frozenset("pqrst"), frozenset("mnk"))
@@ -245,7 +247,7 @@ class _Parser:
         node = self.ratio()
         while True:
             token = self.peek()
-            if token not in _SET_OPS and not (token == "U" and self.text[self.at - 1 : self.at] == " "):
+            if token not in _SET_OPS and not (token == "U" and _UNION_LETTER.match(self.text, self.at)):
                 return node
             self.at += len(token)
             node = Op(_SET_OPS.get(token, "cup"), (node, self.ratio()))
@@ -305,6 +307,8 @@ class _Parser:
                 self.at += len(token)
                 factors.append(Op("inv", (self.signed_power(),)))
             elif self.starts_factor(token):
+                if isinstance(factors[-1], Num) and (token.isdigit() or token == "."):
+                    raise Unreadable("two numbers side by side")
                 factors.append(self.power())
             else:
                 break
@@ -508,10 +512,9 @@ class _Parser:
             ulp = (mantissa.ulp or Fraction(1)) * scale
             return Num(mantissa.value * scale, ulp if ulp < 1 else None, mantissa.digits)
         number = _literal(digits)
-        if self.peek() in (r"\ldots", r"\dots", r"\cdots") and number.ulp is not None:
-            self.at += len(self.peek())
-        elif self.text.startswith("...", self.at):
-            self.at += 3
+        if number.ulp is not None and (self.peek() in (r"\ldots", r"\dots", r"\cdots") or self.match(_DOTS)):
+            self.at += len(self.peek()) if self.peek().endswith("dots") else 0
+            return _continued(digits) or number
         return number
 
     def mixed(self, whole: Num) -> Node:
@@ -559,11 +562,7 @@ class _Parser:
         if word in GREEK:
             self.at += len(word)
             return self.subscripted(word)
-        factors: list[Node] = []
-        for _ in word:
-            if self.at < len(self.text) and self.text[self.at].isalpha():
-                factors.append(self.letter())
-        return factors[0] if len(factors) == 1 else Op("mul", tuple(factors))
+        return self.letter()  # `xy`: the rest follows as an implicit factor, so that `xy^2` is x times y squared
 
     def applied(self, name: Node) -> Node:
         """`f(x)`: a function's value, kept apart from a product so that `f(x) = ...` is seen as a definition."""
@@ -746,6 +745,17 @@ class _Parser:
         if found.group(1) == "cases":
             return Group("", "", tuple(item for row in rows for item in row[:1]))
         return Grid(tuple(rows))
+
+
+def _continued(digits: str) -> Num | None:
+    """`0.333...` as 1/3: the digits before the dots, where their last ones visibly repeat."""
+    found = re.fullmatch(r"(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,3})\4+)", digits)
+    if found is None:
+        return None
+    whole, fixed = found.group(1), found.group(2)
+    cycle = found.group(3) or found.group(4)
+    scale = 10 ** len(fixed)
+    return Num(Fraction(int(whole + fixed or "0"), scale) + Fraction(int(cycle), scale * (10 ** len(cycle) - 1)))
 
 
 def _literal(digits: str) -> Num:
