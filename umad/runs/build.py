@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from umad.config import AgentConfig, Recipe, SourceConfig
 from umad.debate.agents import Agent
@@ -60,7 +60,7 @@ def grader_of(recipe: Recipe) -> Grader:
     )
 
 
-def problems_of(recipe: Recipe, role: str) -> list[Problem]:
+def problems_of(recipe: Recipe, role: Literal["train", "eval"]) -> list[Problem]:
     """The problems of `data.train` or `data.eval`.
 
     Raises:
@@ -87,8 +87,8 @@ def gold_faults(problems: Sequence[Problem]) -> list[str | None]:
 
     faults: list[str | None] = [None] * len(problems)
     known = [(i, p) for i, p in enumerate(problems) if p.gold is not None]
-    for index, reason in check_golds([(p.gold, p.kind) for _, p in known]):
-        faults[known[index][0]] = reason
+    for fault in check_golds([(p.gold, p.kind) for _, p in known]):
+        faults[known[fault.index][0]] = fault.reason
     return faults
 
 
@@ -127,8 +127,15 @@ def model_source(config: AgentConfig, seed: int) -> str:
     """A folder or Hub name for the agent's model; tiny agents are warm-started first, where no cached ones exist."""
     if config.model.startswith("tiny:"):
         from umad.learning.tiny import tiny_agent
+        from umad.reporting.progress import progress
 
-        return str(tiny_agent(config.model, seed))
+        with progress(f"warm start of {config.model}", unit="steps") as bar:
+
+            def tell(step: int, most: int, note: str) -> None:
+                bar.label = f"warm start of {config.model} ({note})"
+                bar.advance(step - bar.done)
+
+            return str(tiny_agent(config.model, seed, progress=tell))
     return config.model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 
@@ -13,5 +14,18 @@ def grade_command(file: Path, out: Path | None, kind: str, *, require_box: bool,
 
     target = out or file.with_name(f"{file.name.removesuffix('.jsonl')}.graded.jsonl")
     with progress("grading", unit="rows") as bar:
-        summary = grade_file(file, target, kind, require_box=require_box, progress=bar.advance)
-    say(json.dumps(summary, indent=2) if as_json else str(summary))
+        seen = 0
+
+        def advance(done: int, total: int) -> None:
+            nonlocal seen
+            bar.total = total
+            bar.advance(done - seen)
+            seen = done
+
+        summary = grade_file(file, target, kind, require_box=require_box, progress=advance)
+    if as_json:
+        say(json.dumps({**asdict(summary), "out": str(target)}, indent=2))
+        return
+    for line in summary.lines():
+        say(line)
+    say(f"written: {target}")
