@@ -125,11 +125,25 @@ def finished(folder: Path) -> tuple[Path, Path] | None:
 
 
 def tables(results: Sequence[Result]) -> str:
-    """Three Markdown tables: accuracy, uncertainty, and UMAD against IPPO."""
+    """Three Markdown tables: accuracy, uncertainty, and UMAD against IPPO; warnings where runs are not comparable."""
     parts = [accuracy_table(results), uncertainty_table(results)]
     if versus := versus_table(results):
         parts.append(versus)
-    return "\n\n".join(parts)
+    return "\n\n".join(parts + different_starts(results))
+
+
+def different_starts(results: Sequence[Result]) -> list[str]:
+    """Evaluations before training use one noise, so those of one seed are the same figures unless the models differ."""
+    starts: dict[int, list[tuple[str, Any]]] = {}
+    for result in results:
+        starts.setdefault(result.seed, []).append((result.method, read_summary(result.before)["accuracy"]))
+    return [
+        f"WARNING: seed {seed}: {method} did not start from the agents that {group[0][0]} started from (other accuracies "
+        "before training); delete the older runs and make them again."
+        for seed, group in starts.items()
+        for method, accuracy in group[1:]
+        if accuracy != group[0][1]
+    ]
 
 
 def accuracy_table(results: Sequence[Result]) -> str:
@@ -263,7 +277,7 @@ def _percent(value: float | None) -> str:
 
 
 def _points(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:+.1f}"
+    return "-" if value is None else f"{round(100 * value, 1) + 0.0:+.1f}"  # + 0.0: no minus zero
 
 
 def _nats(split: dict[str, Any], name: str, turns: int) -> str:

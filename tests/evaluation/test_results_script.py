@@ -126,6 +126,15 @@ def test_the_tables_hold_what_the_evaluations_hold(script, recipes, tmp_path):
     assert len(versus.splitlines()) == 4
 
 
+def test_runs_that_did_not_start_from_the_same_agents_are_called_out(script, recipes, tmp_path):
+    out = tmp_path / "runs"
+    write_run(out / "tiny_umad_0", evaluation(0.4, 1), evaluation(0.9, 2))
+    write_run(out / "tiny_ippo_0", evaluation(0.4, 3), evaluation(0.9, 4))
+    results = script.collect([0], out, recipes, run=False)
+    assert "WARNING: seed 0: IPPO did not start from the agents that UMAD started from" in script.tables(results)
+    assert script.different_starts(results[:1] * 2) == []
+
+
 def test_without_any_finished_run_there_is_no_table(script, recipes, tmp_path):
     with pytest.raises(UserError, match="no finished run"):
         script.collect([0], tmp_path / "runs", recipes, run=False)
