@@ -100,9 +100,13 @@ def _plain(
     logits: torch.Tensor, temperature: float | torch.Tensor, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scaled = logits if isinstance(temperature, float) and temperature == 1 else logits / temperature
-    logprobs = scaled.log_softmax(-1)
-    tokens = _invert(logprobs.exp(), uniform)
-    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+    largest = scaled.amax(-1, keepdim=True)
+    # Summed in float64, also for the log-probability: torch's float32 log_softmax is off by 2e-4 where 150,000 tokens
+    # share the mass
+    cumulative = (scaled - largest).exp_().cumsum(-1, dtype=torch.float64)
+    tokens = _invert(cumulative, uniform)
+    logprobs = (scaled.gather(1, tokens) - largest).double() - cumulative[:, -1:].log()
+    return tokens.squeeze(1), logprobs.squeeze(1).float()
 
 
 def _cut(logits: torch.Tensor, plan: SamplingPlan, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,14 +147,12 @@ def _cut_sorted(
     before = within.cumsum(-1) - within
     kept = within.masked_fill((before >= top_p * total) & (top_p < 1), 0.0)
     sure = (top_k <= size) | ((top_k == vocabulary) & (kept[:, -1:] == 0))
-    places = _invert(kept, uniform)
+    places = _invert(kept.cumsum(-1), uniform)
     logprobs = (kept.gather(1, places).log() - kept.sum(-1, keepdim=True).log()).float()
     return ids.gather(1, places).squeeze(1), logprobs.squeeze(1), sure.squeeze(1)
 
 
-def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Inverse of the cumulative distribution: [B, 1] places, never one of weight 0. float64, since float32 sums over a
-    large vocabulary would shift rare tokens."""
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
+def _invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Inverse of a cumulative distribution (float64 [B, S], any scale): places [B, 1], never one of weight 0."""
     places = torch.searchsorted(cumulative, uniform.unsqueeze(1) * cumulative[:, -1:], right=True)
-    return places.clamp_(max=weights.shape[1] - 1)
+    return places.clamp_(max=cumulative.shape[1] - 1)

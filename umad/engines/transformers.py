@@ -126,6 +126,8 @@ class TransformersEngine:
         self._state = "awake without weights"
 
     def close(self) -> None:
+        if self._state == "closed":
+            return
         self._restart()
         self._waiting.clear()
         self._done.clear()
