@@ -382,3 +382,14 @@ def test_each_part_is_logged_per_agent_and_turn_where_it_applies():
     assert metrics["agent/bob/unrewarded/turn_0"] == 1
     assert metrics["reward/raises/faults"] == 1
     assert set(AGENTS[:2]) == {name.split("/")[1] for name in metrics if name.startswith("agent/")}
+
+
+def test_an_overlong_buffer_longer_than_a_response_may_be_is_refused_by_key():
+    from umad.recipe_io import parse_recipe
+
+    text = """
+    {name: x, agents: [{name: a, model: m}], sampling: {max_tokens: 50}, reward: {overlong: {weight: 1, buffer: 60}}}
+    """
+    with pytest.raises(UserError, match=r"reward\.overlong\.buffer.*60.*50"):
+        parse_recipe(text)
+    parse_recipe(text.replace("weight: 1", "weight: 0"))
