@@ -13,11 +13,11 @@ LONGEST = 4000
 """Characters of one response that the page shows; the middle of longer ones is left out, and said so."""
 
 OUTCOMES = {
-    "corrected": "wrong at first, right in the end",
-    "spoiled": "right at first, wrong in the end",
-    "split": "agents end apart",
-    "right": "right throughout",
-    "wrong": "wrong throughout",
+    "corrected": "corrected: all right in the end",
+    "spoiled": "spoiled: some right at first, all wrong in the end",
+    "split": "split: some right in the end",
+    "right": "all right, first and last",
+    "wrong": "all wrong, first and last",
     "other": "not graded, or ended early",
 }
 """Kinds of debates, the most telling first."""

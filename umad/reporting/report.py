@@ -7,7 +7,7 @@ and a content security policy forbids what escaping might ever miss.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import umad
 from umad.records import UserError, atomic_writer
-from umad.reporting import panels, svg
+from umad.reporting import curves, measured, panels, svg
 from umad.reporting.environment import environment
 from umad.reporting.examples import OUTCOMES, Example, agents_of, choose
 from umad.reporting.folder import Measured, RunFolder, mapping, number, read_run, rows_of
@@ -69,13 +69,13 @@ def render(run: RunFolder) -> str:
     before, after = panels.before_after(run)
     paired = compared(run, before, after)
     sections = [
-        panels.accuracy(run, paired),
-        panels.over_steps(run),
-        panels.uncertainty(run),
-        panels.flips(run),
-        panels.learning(run),
-        panels.health(run),
-        panels.time_and_cost(run),
+        measured.accuracy(run, paired),
+        measured.over_steps(run),
+        measured.uncertainty(run),
+        measured.flips(run),
+        curves.learning(run),
+        curves.health(run),
+        curves.time_and_cost(run),
     ]
     examples = pick_examples(run)
     hues = {name: panels.colour(run, name) for name in (*run.agents, *agents_of(examples))}
@@ -174,17 +174,21 @@ def facts(run: RunFolder, before: Measured | None, after: Measured | None) -> li
     made = []
     newest = after or before
     if newest is not None and newest.mean and newest.mean[-1] is not None:
-        ci = newest.mean_ci[-1] if newest.mean_ci else None
-        bounds = f"95% interval {percent(ci[0])} to {percent(ci[1])}, " if ci else ""
-        n = f"{newest.n_problems:,}" if newest.n_problems else "?"
-        made.append(Fact(percent(newest.mean[-1]), f"accuracy, turn {newest.turns}", f"{bounds}n = {n}"))
-    if newest is not None and newest.turns > 1 and newest.mean[0] is not None and newest.mean[-1] is not None:
-        gain = f"{100 * (newest.mean[-1] - newest.mean[0]):+.1f}".replace("-", "−")
-        made.append(Fact(gain, "points by debating", f"turn {newest.turns} against turn 1, {newest.label}"))
+        bounds = _bounds(list(newest.mean_ci[-1] or ()) if newest.mean_ci else [], percent)
+        n = f"n = {newest.n_problems:,}" if newest.n_problems else "n unknown"
+        who = "mean accuracy" if len(newest.agents) > 1 else "accuracy"
+        detail = ", ".join(filter(None, [bounds, n]))
+        made.append(Fact(percent(newest.mean[-1]), f"{who}, turn {newest.turns}", detail))
+    decision = number(newest.raw.get("decision_accuracy")) if newest is not None else None
+    if newest is not None and decision is not None:
+        bounds = _bounds(list(newest.raw.get("decision_accuracy_ci") or ()), percent)
+        made.append(Fact(percent(decision), "accuracy of the team's decision", bounds))
     eu = newest.uncertainty.get("EU", ()) if newest is not None else ()
-    if eu and eu[-1] is not None:
-        start = f"{svg.number(eu[0])} at turn 1" if len(eu) > 1 else ""
-        made.append(Fact(svg.number(eu[-1]), f"Sys-EU (nats), turn {len(eu)}", start))
+    if newest is not None and eu and eu[-1] is not None:
+        ci = newest.uncertainty_ci["EU"]
+        said = [_bounds(list(ci[-1] or ()) if ci else [], svg.number)]
+        said += [f"{svg.number(eu[0])} at turn 1"] if len(eu) > 1 else []
+        made.append(Fact(svg.number(eu[-1]), f"Sys-EU in nats, turn {len(eu)}", ", ".join(filter(None, said))))
     if run.metrics:
         seconds = sum(number(row.get("time/step")) or 0.0 for row in run.metrics)
         steps = mapping(run.recipe.get("training")).get("steps") or run.state.get("steps")
@@ -193,6 +197,11 @@ def facts(run: RunFolder, before: Measured | None, after: Measured | None) -> li
             Fact(f"{run.metrics[-1]['step']:,}{of}", "training steps", f"in {clock(seconds)}" if seconds else "")
         )
     return made
+
+
+def _bounds(ci: Sequence[Any], style: Callable[[float | None], str]) -> str:
+    known = [number(value) for value in ci]
+    return f"95% interval {style(known[0])} to {style(known[1])}" if len(known) == 2 and None not in known else ""
 
 
 def pick_examples(run: RunFolder) -> list[Example]:

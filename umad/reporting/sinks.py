@@ -13,6 +13,7 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -136,8 +137,10 @@ class Sinks:
 
     def finish(self, *, failed: bool = False) -> None:
         """Closes all sinks; further calls do nothing. `failed` marks the wandb run as failed."""
-        if self._state.read().get("ended") is None:
-            self._state.write(ended=time.time())
+        # a full disk must not hide the error that ends the run
+        with suppress(OSError):
+            if self._state.read().get("ended") is None:
+                self._state.write(ended=time.time())
         self.metrics.close()
         if self._wandb:
             self._wandb.finish(failed=failed)

@@ -15,7 +15,9 @@ from markupsafe import Markup
 
 WIDTH, HEIGHT = 340, 220
 """User units of one panel; about the pixels that it gets, so that text keeps its size on a phone."""
-LEFT, RIGHT, TOP, BOTTOM = 42, 12, 10, 34
+LEFT, RIGHT, TOP, BOTTOM = 44, 4, 10, 34
+INSET = 10
+"""Room between the plot's edges and its first and last x."""
 MAX_POINTS = 240
 """Points of one line; longer ones are averaged in equal pieces."""
 
@@ -27,7 +29,8 @@ class Series:
     """One line: points (x, y), y None where nothing is known, which leaves a gap.
 
     `colour` 1 to 8 picks from the palette, 0 is neutral. `low_high` are intervals (x, low, high), drawn as whiskers where
-    marks are drawn and as a band elsewhere. `faint` values are drawn thin behind the line (what was smoothed).
+    marks are drawn and as a band elsewhere. `dodge` moves all of it sideways by so many units, so that whiskers of two
+    series do not cover each other. `faint` values are drawn thin behind the line (what was smoothed).
     """
 
     name: str
@@ -37,6 +40,7 @@ class Series:
     marks: Literal["none", "filled", "hollow"] = "none"
     low_high: Sequence[tuple[float, float, float]] = field(default_factory=tuple)
     faint: Sequence[Point] = field(default_factory=tuple)
+    dodge: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +141,8 @@ def line_chart(
     y = y_axis or axis(y_values(series), zero=zero)
     parts = [_frame(x, y, x_label, as_percent)]
     parts += [_faint(s, x, y) for s in series if s.faint]
-    parts += [_interval(s, x, y) for s in series if s.low_high]
-    parts += [_line(s, x, y, as_percent) for s in series]
+    parts += [_dodged(_interval(s, x, y), s.dodge) for s in series if s.low_high]
+    parts += [_dodged(_line(s, x, y, as_percent), s.dodge) for s in series]
     return _svg("".join(parts), title, description, ident, WIDTH, HEIGHT)
 
 
@@ -173,8 +177,12 @@ def _svg(body: str, title: str, description: str, ident: str, width: int, height
     )
 
 
+def _dodged(markup: str, by: float) -> str:
+    return f'<g transform="translate({by:g} 0)">{markup}</g>' if by and markup else markup
+
+
 def _at(point: tuple[float, float], x: Axis, y: Axis) -> tuple[float, float]:
-    return x.place(point[0], LEFT, WIDTH - RIGHT), y.place(point[1], HEIGHT - BOTTOM, TOP)
+    return x.place(point[0], LEFT + INSET, WIDTH - RIGHT - INSET), y.place(point[1], HEIGHT - BOTTOM, TOP)
 
 
 def _frame(x: Axis, y: Axis, x_label: str, as_percent: bool) -> str:
@@ -206,8 +214,8 @@ def _tick_label(tick: float, ticks: Sequence[float]) -> str:
     digits = _tick_digits(ticks)
     largest = max(map(abs, ticks))
     if digits > 4 or largest >= 1e6:
-        return "0" if tick == 0 else f"{tick:.2g}"
-    return f"{tick + 0.0:,.{digits}f}" if abs(tick) > 1e-12 else "0"
+        return "0" if abs(tick) < 1e-12 * largest else f"{tick:.3g}".replace("-", "−")
+    return f"{tick:,.{digits}f}".replace("-", "−") if abs(tick) > 1e-9 * largest else "0"
 
 
 def _runs(points: Sequence[Point]) -> list[list[tuple[float, float]]]:
