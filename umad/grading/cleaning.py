@@ -59,7 +59,7 @@ _UNICODE = {
 _FRACTION_SIGNS = {"½": "1 2", "⅓": "1 3", "⅔": "2 3", "¼": "1 4", "¾": "3 4", "⅕": "1 5", "⅖": "2 5", "⅗": "3 5"}
 _FRACTION_SIGNS |= {"⅘": "4 5", "⅙": "1 6", "⅚": "5 6", "⅛": "1 8", "⅜": "3 8", "⅝": "5 8", "⅞": "7 8"}
 _TRANSLATE = str.maketrans(
-    _UNICODE | {sign: "\\frac{%s}{%s}" % tuple(pair.split()) for sign, pair in _FRACTION_SIGNS.items()}
+    _UNICODE | {sign: f"\\frac{{{pair[0]}}}{{{pair[2]}}}" for sign, pair in _FRACTION_SIGNS.items()}
 )
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from umad.grading.options import bare_option, last_lone_letter, last_match, named_options, option_letter
 from umad.grading.words import is_math_word
 
 TAIL = 20_000
@@ -45,7 +46,7 @@ def last_segment(text: str) -> str:
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
     """Outermost balanced boxes, in order: (start, end, content). One pass, whatever the nesting."""
-    found: list[tuple[int, int, str]] = []
+    found: list[tuple[int, int, int]] = []  # start, end, start of the content
     stack: list[tuple[int, int]] = []  # (start of the box or -1 for a plain brace, start of the content)
     for match in _BRACES.finditer(text):
         token = match.group()
@@ -57,12 +58,12 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
                 continue
             while found and found[-1][0] > start:  # boxes inside this one
                 found.pop()
-            found.append((start, match.end(), text[inside : match.start()]))
+            found.append((start, match.end(), inside))
         elif token == "{":
             stack.append((-1, 0))
         elif token not in ("\\{", "\\}", "\\\\"):
             stack.append((match.start(), match.end()))
-    return found
+    return [(start, end, text[inside : end - 1]) for start, end, inside in found]
 
 
 def unbox(text: str) -> str | None:
@@ -73,9 +74,7 @@ def unbox(text: str) -> str | None:
     found = [(start, end, _strip_boxes(content)) for start, end, content in boxes(text)]
     found = [box for box in found if box[2]]
     if not found:
-        bare = None
-        for bare in _BARE_BOX.finditer(text):
-            pass
+        bare = last_match(_BARE_BOX, text)
         return bare.group(1).rstrip(".,") if bare else None
     first = len(found) - 1
     while first > 0 and _is_list_gap(text, found[first - 1][1], found[first][0]):
@@ -124,6 +123,8 @@ _BOLD = re.compile(r"\*\*([^*\n]{1,200})\*\*|__([^_\n]{1,200})__")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*|\")|\n|</answer>")
 _REASON = re.compile(r",?\s(?:because|since|which|where|not|but|so|given|as|after|with)\s", re.I)
 _DISPLAYS = (("$$", "$$"), ("\\[", "\\]"), ("\\(", "\\)"), ("$", "$"))
+_GOES_ON = re.compile(r"\s*(?:(?:,|and\b|or\b|;)\s*(?:and\s|or\s)?(?:\$|\\\(|\d)|[-+*/=<>^]|\\[a-z])", re.I)
+_NO_IDEA = re.compile(r"(?:sorry|unsure|unclear|i|i'm|i'd|i'll|we|let)\b(?!\s*=)", re.I)
 _NEGATED = re.compile(r"(?:not|never|wrong|incorrect|unknown|unclear)\b", re.I)
 
 
@@ -143,9 +144,11 @@ def _clause(text: str, at: int) -> str:
     for opening, closing in _DISPLAYS:
         if rest.startswith(opening):
             end = rest.find(closing, len(opening))
-            after = rest[end + len(closing) :].lstrip()[:1] if end > 0 else ""
-            if end > 0 and (after in ("", ".", ",", "*", "\n") or opening in ("$$", "\\[")):
-                return rest[len(opening) : end].strip()
+            if end < 0:
+                continue
+            formula, after = rest[len(opening) : end].strip(), rest[end + len(closing) :]
+            if opening in ("$$", "\\[") or (not _GOES_ON.match(after) and not _is_prose(formula)):
+                return formula
     end_of = _SENTENCE_END.search(rest)
     clause = rest[: end_of.start()] if end_of else rest
     reason = _REASON.search(clause)
@@ -161,7 +164,8 @@ NUMBER = re.compile(
     rf"(?<![\w.,\\^])(?:(?<![\w)])[-−–])?(?:\\?[$€£]\s?)?-?(?:\d+\s\d+/\d+|(?:{_DIGITS})(?:/\d+(?:\.\d+)?)?)(?:[eE][-+]?\d+)?(?:\s?\\?%)?"
 )
 _FORMULA = re.compile(
-    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$([^$\n]{1,400}|\s*\n[^$\n]{1,400}\n\s*)(?<!\\)\$", re.S
+    r"\$\$(.{1,400}?)\$\$|\\\[(.{1,400}?)\\\]|\\\((.{1,400}?)\\\)|(?<!\\)\$([^$\n]{1,400}|\s*\n[^$\n]{1,400}\n\s*)(?<!\\)\$",
+    re.S,
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][A-Za-z']+")
 _TEXT_COMMAND = re.compile(
@@ -174,19 +178,13 @@ def _is_prose(text: str) -> bool:
 
 
 def last_number(text: str) -> str | None:
-    match = None
-    for match in NUMBER.finditer(text):
-        pass
+    match = last_match(NUMBER, text)
     return match.group().strip().rstrip(",") if match else None
 
 
 def _last_math(text: str) -> str | None:
     """The last formula in delimiters or the last number, whichever ends later."""
-    formula = number = None
-    for formula in _FORMULA.finditer(text):
-        pass
-    for number in NUMBER.finditer(text):
-        pass
+    formula, number = last_match(_FORMULA, text), last_match(NUMBER, text)
     if formula and (not number or number.end() <= formula.end()):
         return next(group for group in formula.groups() if group is not None).strip()
     return number.group().strip().rstrip(",") if number else None
@@ -197,7 +195,7 @@ def _unmarked_math(text: str) -> str | None:
     if len(stripped) <= 400 and not _is_prose(stripped):
         return stripped or None
     found = _last_math(text)
-    if found is None and len(stripped) <= 60 and len(stripped.split()) <= 5:
+    if found is None and len(stripped) <= 60 and len(stripped.split()) <= 5 and not _NO_IDEA.match(stripped):
         return stripped
     return found
 
@@ -213,7 +211,8 @@ def _math_answer(text: str) -> str | None:
     return _unmarked_math(text)
 
 
-def _text_answer(text: str) -> str | None:
+def stated_text(text: str) -> str | None:
+    """Where words answer: what is stated, else the last bold words, else the last line."""
     stated = _stated(text)
     if stated:
         return stated
@@ -228,52 +227,23 @@ def _text_answer(text: str) -> str | None:
 
 # --- option letters ---------------------------------------------------------------------------------------------------
 
-_LETTER = r"\(?\s*([A-J])\s*(?:\)|\b)"
-_CHOICE_LIST = re.compile(rf"{_LETTER}(?:\s*(?:,|and|&)\s*{_LETTER})*")
-_OPTION = re.compile(r"\b(?:option|choice|letter|answer)\s*(?:is\s*)?[:\s]*\**\(?([A-Ja-j])\)?(?=[\s.,:;)*]|$)", re.I)
-_PARENTHESISED = re.compile(r"[(\[]\s*([A-Ja-j])\s*[)\]]")
-_LEADING = re.compile(r"\s*\(?([A-Ja-j])\s*(?:[).:,\-–]|$)|\s*([A-J])\s")
-_LONE = re.compile(r"(?<![\w'’.\\])([B-HJ]|[AI](?!\s+[a-z])(?!['’]))(?![\w'’])")
-_WRAPPERS = re.compile(
-    r"\\(?:text|mathrm|textbf|mathbf|mbox|textit|boldsymbol|rm|bf)\b\s*|[{}$*`\"]|\\[()\[\],;! ]|\\quad"
-)
-
-
-def option_letter(text: str) -> str | None:
-    """The option that a short answer names: `B`, `(b)`, `B. Paris`, `\\text{(B)}`, `B and C` (as "B,C"), or None."""
-    plain = _WRAPPERS.sub(" ", text).strip()
-    listed = re.fullmatch(r"\(?([A-Ja-j])\)?(?:\s*(?:,|and|&|\s)\s*\(?([A-Ja-j])\)?)*\.?", plain)
-    if listed:
-        letters = [letter.upper() for letter in re.findall(r"(?<![A-Za-z])[A-Ja-j](?![A-Za-z])", plain)]
-        return ",".join(sorted(set(letters)))
-    for pattern in (_OPTION, _LEADING, _PARENTHESISED, _LONE):
-        found = (
-            pattern.match(plain) if pattern is _LEADING else next(iter(reversed(list(pattern.finditer(plain)))), None)
-        )
-        if found:
-            return next(group for group in found.groups() if group).upper()
-    return None
-
 
 def _choice_answer(text: str) -> str | None:
     stated = _stated(text)
-    if stated:
-        letter = option_letter(stated)
-        if letter:
-            return letter
-    for pattern in (_OPTION, _PARENTHESISED):
-        found = [match.group(1) for match in pattern.finditer(text)]
-        if found:
-            return found[-1].upper()
-    bold = [option_letter(first or second) for first, second in _BOLD.findall(text)]
-    if any(bold):
-        return [letter for letter in bold if letter][-1]
+    if stated and (letter := option_letter(stated)):
+        return letter
+    if named := named_options(text):
+        return named[-1]
+    bold = [letter for first, second in _BOLD.findall(text) if (letter := option_letter(first or second))]
+    if bold:
+        return bold[-1]
     lines = [line for line in text.splitlines() if line.strip()]
-    for line in reversed(lines):
-        if len(line.split()) <= 12 and (letter := option_letter(line)):
-            return letter
-    lone = [match.group(1) for match in _LONE.finditer(text)]
-    return lone[-1] if lone else stated
+    for loose in (False, True):
+        for line in reversed(lines):
+            letter = option_letter(line) if loose else bare_option(line)
+            if letter and len(line.split()) <= 12:
+                return letter
+    return last_lone_letter(text) or stated
 
 
 def extract(text: str | None, kind: str = "math", *, require_box: bool = False) -> str | None:
@@ -300,7 +270,7 @@ def extract(text: str | None, kind: str = "math", *, require_box: bool = False) 
     if kind == "choice":
         return _choice_answer(tail)
     if kind == "text":
-        return _text_answer(tail)
+        return stated_text(tail)
     if kind == "number":
         stated = _stated(tail)
         return (last_number(stated) if stated else None) or last_number(tail)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from umad.grading.golds import check_golds
-from umad.grading.grader import Grade, Grader, GradeItem
+from umad.grading.grader import Grade, GradeItem, Grader
 from umad.grading.kinds import KINDS, check_kind
 from umad.records import UserError, atomic_writer, read_jsonl, to_json
 

@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from umad.grading.extract import option_letter
-from umad.grading.forms import Opaque, Scalar, Text, form_key, read
+from umad.grading.canonical import form_key
+from umad.grading.forms import read
 from umad.grading.keys import NO_ANSWER, class_key
 from umad.grading.kinds import check_kind
+from umad.grading.nodes import TooLarge, Unreadable
+from umad.grading.options import option_letter
 from umad.grading.relation import _numbers, readings
-from umad.grading.syntax import TooLarge, Unreadable
+from umad.grading.shapes import Opaque, Scalar, Text
 from umad.grading.values import Undefined
 from umad.records import UserError
 

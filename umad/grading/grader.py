@@ -14,12 +14,14 @@ from functools import lru_cache
 from typing import Any
 
 from umad.grading.cleaning import MAX_LENGTH
-from umad.grading.extract import boxes, extract, unbox
-from umad.grading.forms import Opaque, normal_words, read
+from umad.grading.extract import TAIL, boxes, extract, last_segment, stated_text, unbox
+from umad.grading.forms import normal_words, read
 from umad.grading.keys import NO_ANSWER, class_key
 from umad.grading.kinds import check_kind
+from umad.grading.options import bare_option
 from umad.grading.pool import Pool
 from umad.grading.relation import REFUSED, Verdict, decide
+from umad.grading.shapes import Opaque
 
 log = logging.getLogger("umad.grading")
 
@@ -191,8 +193,9 @@ class Grader:
     def _extract(self, item: GradeItem, kind: str) -> str | None:
         check_kind(kind)
         answer = extract(item.text, kind, require_box=self.require_box)
-        if kind == "choice" and item.choices and answer is not None:
-            return _option_of(answer, item.choices)
+        if kind == "choice" and item.choices and not (answer and bare_option(answer)):
+            words = answer or (None if self.require_box else stated_text(last_segment(item.text or "")[-TAIL:]))
+            return _option_of(words, item.choices) if words else None
         return answer
 
     def _decide(self, pairs: Sequence[_Pair]) -> dict[_Pair, Verdict]:
@@ -287,8 +290,6 @@ def _is_loose(key: str, answer: str) -> bool:
 def _option_of(answer: str, choices: Sequence[str]) -> str:
     """The letter of the option that a response names by letter or by its text."""
     letters = "ABCDEFGHIJ"[: len(choices)]
-    if re.fullmatch("[A-J](?:,[A-J])*", answer):
-        return answer
     words = normal_words(answer)
     texts = [normal_words(choice) for choice in choices]
     if words in texts:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import total_ordering
 from typing import Any
 
-from umad.grading.syntax import Name, Node, Op, Unreadable
+from umad.grading.nodes import Name, Node, Op, Unreadable
 from umad.grading.values import evaluate, inexact, names_in, number_text
 
 

@@ -10,11 +10,13 @@ import hashlib
 import re
 from functools import lru_cache
 
+from umad.grading.canonical import form_key, scalar_text
 from umad.grading.cleaning import MAX_LENGTH
-from umad.grading.extract import option_letter
-from umad.grading.forms import Opaque, Scalar, Text, form_key, normal_string, normal_words, plain, read, scalar_text
-from umad.grading.relation import plain_text, readings, _numbers
-from umad.grading.syntax import TooLarge, Unreadable
+from umad.grading.forms import normal_string, normal_words, plain, read
+from umad.grading.nodes import TooLarge, Unreadable
+from umad.grading.options import option_letter
+from umad.grading.relation import _numbers, plain_text, readings
+from umad.grading.shapes import Opaque, Scalar, Text
 from umad.grading.values import Undefined
 
 NO_ANSWER = "no-answer"

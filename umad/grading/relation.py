@@ -11,27 +11,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from umad.grading.extract import last_number, option_letter
-from umad.grading.forms import (
-    Form,
-    Opaque,
-    Region,
-    Relation,
-    Scalar,
-    Sequence,
-    Table,
-    Text,
-    label_text,
-    normal_string,
-    normal_words,
-    pieces_of,
-    plain,
-    read,
-    relation_text,
-    scalar_text,
-)
+from umad.grading.canonical import label_text, relation_text, scalar_text
+from umad.grading.extract import last_number
+from umad.grading.forms import normal_string, normal_words, plain, read
 from umad.grading.intervals import Piece, Span
-from umad.grading.syntax import Name, Node, Num, Op, TooLarge, Unreadable
+from umad.grading.nodes import Name, Node, Num, Op, TooLarge, Unreadable
+from umad.grading.options import option_letter
+from umad.grading.shapes import Form, Opaque, Region, Relation, Scalar, Sequence, Table, Text, pieces_of
 from umad.grading.values import Undefined, Value, evaluate, inexact, literals_in, names_in, number_text
 
 MIN_DIGITS = 4
@@ -322,10 +308,8 @@ def _same_table(gold: Form, candidate: Form) -> bool:
     one, two = _cells(gold), _cells(candidate)
     if one is None or two is None or len(one) != len(two):
         return False
-    if isinstance(gold, Table) and isinstance(candidate, Table):
-        if (len(gold.rows), len(gold.rows[0])) != (len(candidate.rows), len(candidate.rows[0])):
-            return False
-    return all(same_node(a, b) for a, b in zip(one, two, strict=True))
+    rows = {len(form.rows) for form in (gold, candidate) if isinstance(form, Table)}
+    return len(rows) == 1 and all(same_node(a, b) for a, b in zip(one, two, strict=True))
 
 
 def _cells(form: Form) -> list[Node] | None:
@@ -353,10 +337,7 @@ def _same_piece(gold: Piece, candidate: Piece) -> bool:
     ends = [(gold.low, gold.low_closed, candidate.low, candidate.low_closed)] if not span.from_infinity else []
     if not span.to_infinity:
         ends.append((gold.high, gold.high_closed, candidate.high, candidate.high_closed))
-    for a, a_closed, b, b_closed in ends:
-        if a is None or b is None or a_closed != b_closed or not same_node(a, b):
-            return False
-    return True
+    return all(a and b and a_open == b_open and same_node(a, b) for a, a_open, b, b_open in ends)
 
 
 # --- lists, sets, tuples ----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from umad.grading.syntax import Name, Node, Num, Op, TooLarge, Unreadable
+from umad.grading.nodes import Name, Node, Num, Op, TooLarge, Unreadable
 
 DIGITS = 40
 MAX_BITS = 8_192
@@ -30,7 +30,7 @@ def context() -> Any:
     """This thread's mpmath context: its precision is state, so threads must not share one."""
     ctx = getattr(_local, "ctx", None)
     if ctx is None:
-        import mpmath
+        import mpmath  # type: ignore[import-untyped]
 
         ctx = _local.ctx = mpmath.MPContext()
         ctx.dps = DIGITS
@@ -256,7 +256,7 @@ def _factorial(value: Value) -> Value:
     return _exact(Fraction(math.factorial(value.numerator)))
 
 
-_TRIGONOMETRIC = frozenset("sin cos tan cot sec csc".split())
+_TRIGONOMETRIC = frozenset(["sin", "cos", "tan", "cot", "sec", "csc"])
 _WHOLE = frozenset(("floor", "ceil", "binom", "gcd", "lcm", "max", "min", "abs"))
 
 
@@ -290,7 +290,27 @@ def _function(name: str, values: list[Value]) -> Value:
     return _bounded(value)
 
 
-_ANALYTIC = frozenset("sin cos tan cot sec csc arcsin arccos arctan arccot asin acos atan sinh cosh tanh coth".split())
+_ANALYTIC = frozenset(
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "arccot",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "coth",
+    ]
+)
 
 
 def _logarithm(name: str, values: list[Value]) -> Value:

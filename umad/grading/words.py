@@ -6,13 +6,82 @@ import re
 from fractions import Fraction
 
 FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan arccot asin acos atan sinh cosh tanh coth log ln lg exp sqrt cbrt abs"
-    " floor ceil gcd lcm min max det".split()
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "arccot",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "coth",
+        "log",
+        "ln",
+        "lg",
+        "exp",
+        "sqrt",
+        "cbrt",
+        "abs",
+        "floor",
+        "ceil",
+        "gcd",
+        "lcm",
+        "min",
+        "max",
+        "det",
+    ]
 )
 CONSTANTS = {"pi": "pi", "infinity": "oo", "infty": "oo", "inf": "oo", "oo": "oo"}
 GREEK = frozenset(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon"
-    " phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar".split()
+    [
+        "alpha",
+        "beta",
+        "gamma",
+        "delta",
+        "epsilon",
+        "varepsilon",
+        "zeta",
+        "eta",
+        "theta",
+        "vartheta",
+        "iota",
+        "kappa",
+        "lambda",
+        "mu",
+        "nu",
+        "xi",
+        "rho",
+        "sigma",
+        "tau",
+        "upsilon",
+        "phi",
+        "varphi",
+        "chi",
+        "psi",
+        "omega",
+        "Gamma",
+        "Delta",
+        "Theta",
+        "Lambda",
+        "Xi",
+        "Pi",
+        "Sigma",
+        "Upsilon",
+        "Phi",
+        "Psi",
+        "Omega",
+        "ell",
+        "hbar",
+    ]
 )
 CONNECTIVES = frozenset(("and", "or", "for", "all"))
 
@@ -52,14 +121,64 @@ UNITS = {word: name for name, words in _UNITS.items() for word in words.split()}
 """Spelling -> canonical unit. Two known units that differ make two answers differ; unknown words are ignored."""
 
 _SMALL_ENGLISH = frozenset(
-    "is of to in at on by it we he so no an as be do go if me my up us am oh ok hi vs id it's i'm i'll".split()
+    [
+        "is",
+        "of",
+        "to",
+        "in",
+        "at",
+        "on",
+        "by",
+        "it",
+        "we",
+        "he",
+        "so",
+        "no",
+        "an",
+        "as",
+        "be",
+        "do",
+        "go",
+        "if",
+        "me",
+        "my",
+        "up",
+        "us",
+        "am",
+        "oh",
+        "ok",
+        "hi",
+        "vs",
+        "id",
+        "it's",
+        "i'm",
+        "i'll",
+    ]
 )
 
-_ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-    " eighteen nineteen"
-).split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_ONES = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _NUMBER_WORDS = {word: value for value, word in enumerate(_ONES)} | {
     word: 10 * (value + 2) for value, word in enumerate(_TENS)
 }

@@ -73,7 +73,7 @@ def _load_verify() -> Callable[[str, str], bool]:
     configuration = [LatexExtractionConfig(boxed_match_priority=-1)]
 
     def parse(text: str) -> list[Any]:
-        return math_verify.parse(  # type: ignore[no-any-return]
+        return math_verify.parse(
             f"${text}$", configuration, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True
         )
 
@@ -103,9 +103,8 @@ def _limit_memory(megabytes: int) -> None:
     except ImportError:
         return
     used = 0
-    with contextlib.suppress(OSError):
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
+    with contextlib.suppress(OSError), open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
     limit = used + megabytes * MEGABYTE
     with contextlib.suppress(ValueError, OSError):  # some systems refuse; the time limit still holds
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

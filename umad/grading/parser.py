@@ -8,128 +8,20 @@ anything else raises `Unreadable`, and the caller compares in another way.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from fractions import Fraction
 
+from umad.grading.cursor import NAMES, RELATIONS, SET_OPS, Cursor
+from umad.grading.nodes import Builder, Chain, Grid, Group, Measure, Name, Node, Num, Op, TooLarge, Unreadable, Words
 from umad.grading.words import CONNECTIVES, CONSTANTS, FUNCTIONS, GREEK, UNITS, is_math_word
 
 MAX_DEPTH = 40
 
-
-class Unreadable(Exception):
-    """This parser does not know the notation."""
-
-
-class TooLarge(Exception):
-    """Beyond a size limit (length, nesting, digits): refused before any work is done on it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Num:
-    """A literal. `ulp` is the unit in its last place where it has decimals; `digits` counts significant ones."""
-
-    value: Fraction
-    ulp: Fraction | None = None
-    digits: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """Arithmetic. Names: add mul inv neg pow root fact abs floor ceil binom pm mp deg pct base ratio apply, a function,
-    or a set operation (cup cap setminus)."""
-
-    name: str
-    args: tuple[Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Bracketed or bare items. `opening` and `closing` are "" for a bare list; `joined` names its connective."""
-
-    opening: str
-    closing: str
-    items: tuple[Node, ...]
-    joined: str = ","
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    rows: tuple[tuple[Node, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """`a = b`, `a < b <= c`."""
-
-    args: tuple[Node, ...]
-    ops: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """A value with words behind it: "5 apples"."""
-
-    node: Node
-    unit: str
-
-
-@dataclass(frozen=True, slots=True)
-class Builder:
-    """`{x | condition}`."""
-
-    variable: Node
-    condition: Node
-
-
-@dataclass(frozen=True, slots=True)
-class Words:
-    text: str
-
-
-Node = Num | Name | Op | Group | Grid | Chain | Measure | Builder | Words
-
-_RELATIONS = {
-    **{"=": "=", "==": "=", ":=": "=", r"\approx": "~", r"\equiv": "=", r"\simeq": "~", r"\cong": "=", r"\doteq": "="},
-    **{"<": "<", ">": ">", "<=": "<=", ">=": ">=", "=<": "<=", "!=": "!=", r"\lt": "<", r"\gt": ">"},
-    **{r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", r"\leqq": "<=", r"\ge": ">=", r"\geq": ">="},
-    **{r"\geqslant": ">=", r"\geqq": ">=", r"\ne": "!=", r"\neq": "!=", r"\in": "in", r"\notin": "notin"},
-}
-_SET_OPS = {r"\cup": "cup", r"\bigcup": "cup", r"\cap": "cap", r"\setminus": "setminus", r"\backslash": "setminus"}
-_CLOSING = {"(": ")]", "[": ")]", "{": "}", r"\{": "\\", r"\langle": "\\"}
-_NAMES = {r"\infty": "oo", r"\pi": "pi", r"\emptyset": "∅", r"\varnothing": "∅", r"\imath": "i", r"\jmath": "j"}
-_NAMES |= {"\\" + letter: letter for letter in GREEK}
-_KNOWN_COMMANDS = (
-    set(_RELATIONS)
-    | set(_SET_OPS)
-    | set(_NAMES)
-    | {"\\" + name for name in FUNCTIONS}
-    | {r"\frac", r"\sqrt", r"\cdot", r"\times", r"\div", r"\pm", r"\mp", r"\circ", r"\binom", r"\dbinom", r"\tbinom"}
-    | {r"\lfloor", r"\rfloor", r"\lceil", r"\rceil", r"\langle", r"\rangle", r"\begin", r"\end", r"\mid", r"\mathbb"}
-    | {r"\overline", r"\bar", r"\angle", r"\triangle", r"\ldots", r"\dots", r"\cdots", r"\degree", r"\to", r"\colon"}
-    | {r"\ast", r"\star", r"\land", r"\lor", r"\wedge", r"\vee", r"\prime", r"\choose", r"\percent", r"\pmod", r"\bmod"}
-)
-_COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)", re.S)
-_WORD = re.compile(r"[A-Za-z]+(?:'[a-z]+)?")
-_INTEGER = re.compile(r"\d+")
-_DECIMAL = re.compile(r"\d+\.\d+|\.\d+|\d+\.?(?![\d])|\d+")
-_GROUPED = re.compile(r"\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?")
-_SPACED = re.compile(r"\d{1,3}(?: \d{3})+(?![\d])(?:\.\d+)?")
-_COMMA_DECIMAL = re.compile(r"\d+,\d+")
-_REPEATING = re.compile(r"(\d*)\.(\d*)\s*\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
-_MIXED = re.compile(r"(\d+) (\d+) ?/ ?(\d+)(?!\d)")
-_EXPONENT = re.compile(r"[eE]([-+]?\d{1,4})(?![\dA-Za-z.])")
 _SUBSCRIPT = re.compile(r"_\s*(?:\{([^{}]*)\}|([A-Za-z0-9]))")
 _SEPARATOR = re.compile(r"\s*(?:(?:,|;)\s*(?:and\b|or\b)?|and\b|or\b|\\(?:land|lor|wedge|vee)(?![a-z]))\s*", re.I)
 _UNIT_TAIL = re.compile(
     r'\s*(?:"[^"]*"|[A-Za-z][A-Za-z\'.\-]*|\([A-Za-z ]*\)|/\s*[A-Za-z]+|\^\s*\{?[23]\}?|-(?=[A-Za-z"]))'
 )
 _UNION_LETTER = re.compile(r"(?<=[)\]}\s])U\s*(?=[(\[{\\])")
-_DOTS = re.compile(r"\s*(?:\.\.\.|…)")
 _CORNERS = re.compile(r"\s*[A-Z]{1,5}(?![A-Za-z])")
 _QUOTED = re.compile(r'\s*"([^"]*)"(?=\s*(?:$|,|;|and\b|or\b|[)}\]&\\]))')
 _PRODUCTS = (frozenset("abcd"), frozenset("xyzw"), frozenset("abcxyz"), frozenset("pqrst"), frozenset("mnk"))
@@ -144,54 +36,7 @@ def parse(text: str, *, commas: str = "auto") -> Node:
     return node
 
 
-class _Parser:
-    def __init__(self, text: str, commas: str) -> None:
-        self.text, self.at, self.depth, self.brackets, self.bars, self.commas = text, 0, 0, 0, 0, commas
-        self.spaced_commas = re.search(r",\s", text) is not None
-
-    # -- characters ----------------------------------------------------------------------------------------------------
-
-    def skip(self) -> None:
-        while self.at < len(self.text) and self.text[self.at] == " ":
-            self.at += 1
-
-    def peek(self) -> str:
-        """The next character, or the next command (its longest known beginning: `\\pir` is `\\pi r`); "" at the end."""
-        self.skip()
-        if self.at >= len(self.text):
-            return ""
-        if self.text[self.at] != "\\":
-            return self.text[self.at]
-        match = _COMMAND.match(self.text, self.at)
-        command = match.group() if match else "\\"
-        if command in _KNOWN_COMMANDS or len(command) <= 2:
-            return command
-        for end in range(len(command) - 1, 2, -1):
-            if command[:end] in _KNOWN_COMMANDS:
-                return command[:end]
-        return command
-
-    def accept(self, token: str) -> bool:
-        if token and self.peek() == token:
-            self.at += len(token)
-            return True
-        return False
-
-    def expect(self, token: str) -> None:
-        if not self.accept(token):
-            raise Unreadable(f"{token!r} missing at {self.text[self.at : self.at + 20]!r}")
-
-    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        found = pattern.match(self.text, self.at)
-        if found:
-            self.at = found.end()
-        return found
-
-    def word(self) -> str:
-        self.skip()
-        found = _WORD.match(self.text, self.at)
-        return found.group() if found else ""
-
+class _Parser(Cursor):
     # -- lists, relations, units ---------------------------------------------------------------------------------------
 
     def answer(self, closing: str) -> Node:
@@ -225,12 +70,12 @@ class _Parser:
     def relation(self) -> str:
         token = self.peek()
         pair = self.text[self.at : self.at + 2]
-        if pair in _RELATIONS:
+        if pair in RELATIONS:
             self.at += 2
-            return _RELATIONS[pair]
-        if token in _RELATIONS:
+            return RELATIONS[pair]
+        if token in RELATIONS:
             self.at += len(token)
-            return _RELATIONS[token]
+            return RELATIONS[token]
         return ""
 
     def chain(self) -> Node:
@@ -247,10 +92,10 @@ class _Parser:
         node = self.ratio()
         while True:
             token = self.peek()
-            if token not in _SET_OPS and not (token == "U" and _UNION_LETTER.match(self.text, self.at)):
+            if token not in SET_OPS and not (token == "U" and _UNION_LETTER.match(self.text, self.at)):
                 return node
             self.at += len(token)
-            node = Op(_SET_OPS.get(token, "cup"), (node, self.ratio()))
+            node = Op(SET_OPS.get(token, "cup"), (node, self.ratio()))
 
     def ratio(self) -> Node:
         parts = [self.sum()]
@@ -283,7 +128,7 @@ class _Parser:
                 return terms[0] if len(terms) == 1 else Op("add", tuple(terms))
 
     def is_unit_ahead(self, offset: int) -> bool:
-        found = _WORD.match(self.text, self.at + offset)
+        found = re.compile(r"[A-Za-z]+").match(self.text, self.at + offset)
         return found is not None and not is_math_word(found.group()) and len(found.group()) > 1
 
     def term(self) -> Node:
@@ -336,7 +181,7 @@ class _Parser:
         if token.isalpha():
             return self.reads_as_math(self.word())
         if token[0] == "\\" and len(token) > 1:
-            if token in _RELATIONS or token in _SET_OPS or token in (r"\}", r"\{", r"\%", r"\\", r"\&"):
+            if token in RELATIONS or token in SET_OPS or token in (r"\}", r"\{", r"\%", r"\\", r"\&"):
                 return False
             return token not in (
                 *(r"\rangle", r"\rfloor", r"\rceil", r"\end", r"\mid", r"\pm", r"\mp", r"\to", r"\colon", r"\land"),
@@ -418,6 +263,13 @@ class _Parser:
         negative = self.accept("-")
         self.accept("+")
         exponent = self.primary() if not self.peek().isalpha() else self.letter()
+        if self.peek() == "^":  # towers without braces: from the right
+            self.at += 1
+            self.depth += 1
+            if self.depth > MAX_DEPTH:
+                raise TooLarge("nested too deeply")
+            exponent = self.exponent(exponent)
+            self.depth -= 1
         return Op("pow", (base, Op("neg", (exponent,)) if negative else exponent))
 
     def braced(self) -> Node:
@@ -479,43 +331,6 @@ class _Parser:
         if node.ulp is None and self.text.startswith("\\frac", self.at + (self.text[self.at : self.at + 1] == " ")):
             return self.mixed(node)
         return node
-
-    def literal(self) -> Num:
-        self.skip()
-        if repeating := self.match(_REPEATING):
-            whole, fixed, cycle = repeating.groups()
-            if len(repeating.group()) > 60:
-                raise TooLarge("too many digits")
-            scale = 10 ** len(fixed)
-            value = Fraction(int(whole + fixed or "0"), scale) + Fraction(int(cycle), scale * (10 ** len(cycle) - 1))
-            return Num(value)
-        if mixed := self.match(_MIXED):
-            whole_number, top, bottom = (int(part) for part in mixed.groups())
-            if bottom and top < bottom:
-                return Num(whole_number + Fraction(top, bottom))
-            raise Unreadable("not a mixed number")
-        if self.commas == "decimal" and (found := self.match(_COMMA_DECIMAL)):
-            return _literal(found.group().replace(",", "."))
-        grouped = self.commas == "auto" and (self.brackets == 0 or self.spaced_commas)
-        found = (self.match(_GROUPED) if grouped else None) or self.match(_SPACED) or self.match(_DECIMAL)
-        if not found:
-            raise Unreadable("no number")
-        digits = found.group().replace(",", "").replace(" ", "")
-        if len(digits) > 1000:
-            raise TooLarge("too many digits")
-        if exponent := self.match(_EXPONENT):
-            power = int(exponent.group(1))
-            if abs(power) > 400:
-                raise TooLarge("exponent too large")
-            mantissa = _literal(digits)
-            scale = Fraction(10) ** power
-            ulp = (mantissa.ulp or Fraction(1)) * scale
-            return Num(mantissa.value * scale, ulp if ulp < 1 else None, mantissa.digits)
-        number = _literal(digits)
-        if number.ulp is not None and (self.peek() in (r"\ldots", r"\dots", r"\cdots") or self.match(_DOTS)):
-            self.at += len(self.peek()) if self.peek().endswith("dots") else 0
-            return _continued(digits) or number
-        return number
 
     def mixed(self, whole: Num) -> Node:
         start = self.at
@@ -631,8 +446,8 @@ class _Parser:
             return Op("mul", (top, Op("inv", (bottom,))))
         if token == r"\sqrt":
             return self.root()
-        if token in _NAMES:
-            name = _NAMES[token]
+        if token in NAMES:
+            name = NAMES[token]
             return Name(name) if name in ("pi", "oo", "i", "∅") else self.subscripted(name)
         if token[1:] in FUNCTIONS:
             return self.function(token[1:])
@@ -745,21 +560,3 @@ class _Parser:
         if found.group(1) == "cases":
             return Group("", "", tuple(item for row in rows for item in row[:1]))
         return Grid(tuple(rows))
-
-
-def _continued(digits: str) -> Num | None:
-    """`0.333...` as 1/3: the digits before the dots, where their last ones visibly repeat."""
-    found = re.fullmatch(r"(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,3})\4+)", digits)
-    if found is None:
-        return None
-    whole, fixed = found.group(1), found.group(2)
-    cycle = found.group(3) or found.group(4)
-    scale = 10 ** len(fixed)
-    return Num(Fraction(int(whole + fixed or "0"), scale) + Fraction(int(cycle), scale * (10 ** len(cycle) - 1)))
-
-
-def _literal(digits: str) -> Num:
-    whole, point, decimals = digits.partition(".")
-    significant = len((whole + decimals).lstrip("0"))
-    ulp = Fraction(1, 10 ** len(decimals)) if decimals else None
-    return Num(Fraction(int(whole + decimals or "0"), 10 ** len(decimals)), ulp, significant)
