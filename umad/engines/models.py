@@ -62,6 +62,7 @@ def load_model(
             config=config,
             dtype=getattr(torch, dtype),
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # reported below, with the name
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
@@ -69,12 +70,18 @@ def load_model(
     architectures = getattr(config, "architectures", None) or [type(model).__name__]
     if type(model).__name__ not in architectures:
         raise UserError(f"model {spec!r} is a {architectures[0]}, not a causal language model")
-    for key, fault in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape for")):
-        found = sorted(str(item) for item in info.get(key, ()))
-        if found:
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            raise UserError(f"model {spec!r} is incomplete: its file {fault} {found[0]}{more}")
+    _check_complete(spec, info)
     return model.to(device).eval()
+
+
+def _check_complete(spec: str, info: Mapping[str, Any]) -> None:
+    """Loading fills what a file lacks with random numbers and says so in a warning; here it is an error."""
+    missing = sorted(info.get("missing_keys", ()))
+    other = sorted(f"{name} {tuple(found)}, not {tuple(own)}" for name, found, own in info.get("mismatched_keys", ()))
+    for names, fault in ((missing, "its file lacks"), (other, "its file has another shape:")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(f"model {spec!r} is incomplete: {fault} {names[0]}{more}")
 
 
 def load_tokenizer(
