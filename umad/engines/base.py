@@ -63,6 +63,7 @@ class Engine(Protocol):
 
     exact_logprobs: bool
     """Whether `Generation.logprobs` are those of the model that training updates."""
+
     def submit(self, request: Request) -> None:
         """Takes a request; nothing is computed yet."""
 

@@ -31,6 +31,12 @@ class SamplingPlan:
     top_p: torch.Tensor
     rows: int
 
+    @property
+    def uniform(self) -> bool:
+        """All rows are sampled alike, so the plan holds for any number of them."""
+        plain = self.plain is None and isinstance(self.temperature, float)
+        return plain or self.greedy is None
+
     @classmethod
     def of(cls, samplings: Sequence[Sampling], vocabulary: int, device: torch.device) -> SamplingPlan:
         kinds = np.array([_kind(s, vocabulary) for s in samplings])

