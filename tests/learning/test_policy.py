@@ -449,6 +449,25 @@ def test_a_saved_model_is_a_plain_folder_that_loads_as_it_is(architecture, tmp_p
     assert make_policy(loaded).score(samples)[0].tolist() == policy.score(samples)[0].tolist()
 
 
+def test_a_model_whose_generation_config_contradicts_itself_can_be_saved(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_model()
+    model.generation_config.temperature = 0.5  # without do_sample, as some published models have it
+    model.generation_config.eos_token_id = 3
+    with pytest.raises(ValueError, match="GenerationConfig"):
+        model.save_pretrained(tmp_path / "refused")
+    make_policy(model).save_model(tmp_path / "m", Tokenizer())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "m").generation_config.eos_token_id == 3
+
+
+def test_saving_and_loading_print_nothing(tmp_path, capfd):
+    policy = make_policy()
+    policy.save_model(tmp_path / "m", Tokenizer())
+    policy.load_model(tmp_path / "m")
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("coef", [0.0, 0.1])
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 def test_going_on_from_saved_state_equals_not_stopping_bit_for_bit(coef, schedule, tmp_path):

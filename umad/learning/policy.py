@@ -6,6 +6,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ class Policy:
         self.accelerator = Accelerator(mixed_precision="no")  # precision is ours: see `_passes`
         _widen(model)
         _no_dropout(model)
+        _make_savable(model)
         self.vocabulary = _vocabulary(model)
         self.reference = _frozen_copy(model, self.accelerator.device) if loss.kl.coef > 0 else None
         if training.gradient_checkpointing:
@@ -239,13 +241,15 @@ class Policy:
 
     def save_model(self, folder: Path, tokenizer: Any) -> None:
         """Writes a plain Hugging Face folder: config, safetensors with the master weights, tokenizer and template."""
-        self.accelerator.unwrap_model(self.model).save_pretrained(folder)
+        with _no_bars():
+            self.accelerator.unwrap_model(self.model).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
     def load_model(self, folder: Path) -> None:
         """Takes the weights of a folder that `save_model` wrote. The reference stays what it was."""
         model: Any = self.accelerator.unwrap_model(self.model)
-        loaded = type(model).from_pretrained(folder, dtype=next(model.parameters()).dtype, local_files_only=True)
+        with _no_bars():
+            loaded = type(model).from_pretrained(folder, dtype=next(model.parameters()).dtype, local_files_only=True)
         model.load_state_dict(loaded.state_dict())
 
     def training_state(self) -> dict[str, Any]:
@@ -272,6 +276,35 @@ def _no_dropout(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+def _make_savable(model: Any) -> None:
+    """transformers loads generation configs that contradict themselves (temperature without do_sample, as Llama 2's) and
+    refuses to save them: found out here, not after hours of training. Only the special tokens of such a one are kept."""
+    from transformers import GenerationConfig
+
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        model.generation_config = GenerationConfig(**special)
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keeps transformers' progress bars out of the run's own output."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _checkpoint_activations(model: Any) -> None:
