@@ -94,9 +94,12 @@ def gold_faults(problems: Sequence[Problem]) -> list[str | None]:
 
 def load_agents(recipe: Recipe) -> list[Loaded]:
     """Loads every agent's model and tokenizer, says what was loaded, and checks `distinct`."""
+    from transformers.utils import logging
+
     from umad.engines import models
     from umad.reporting.progress import say
 
+    logging.disable_progress_bar()  # ours say what is loaded; a bar per file would drown them
     loaded = []
     for config in recipe.agents:
         source = model_source(config, recipe.seed)
