@@ -119,7 +119,7 @@ def clean(text: str) -> str:
 
     Words that came from `\\text{}` stand in double quotes afterwards. The caller checks the length.
     """
-    text = repair_escapes(text.strip())
+    text = repair_escapes(text).strip()
     if not text.isascii():
         text = _SUPERSCRIPT.sub(lambda m: "^{" + m.group().translate(_SUPERSCRIPTS) + "}", text)
         text = _SUBSCRIPT.sub(lambda m: "_{" + m.group().translate(_SUBSCRIPTS) + "}", text)
@@ -146,5 +146,5 @@ def clean(text: str) -> str:
     for arrow in ("\\implies", "\\Rightarrow", "\\Longrightarrow", "\\therefore"):
         if arrow in text:
             text = text.rpartition(arrow)[2].strip()
-    text = re.sub(r"(?<![.\d])[.:,;!]+$|(?<=\d)[.,;:]+$|^(?:=|:|\\approx\b|\\in\b(?= ?\d))\s*", "", text).strip()
+    text = re.sub(r"(?<![.\d])[.:,;]+$|(?<=\d)(?:\.{1,2}|[,;:]+)$|^(?:=|:|\\approx\b|\\in\b(?= ?\d))\s*", "", text).strip()
     return text.rstrip("\\").strip() if text.endswith("\\") else text

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from umad.grading.cleaning import repair_escapes
 from umad.grading.options import bare_option, last_lone_letter, last_match, named_options, option_letter
 from umad.grading.words import is_math_word
 
@@ -255,7 +256,7 @@ def extract(text: str | None, kind: str = "math", *, require_box: bool = False) 
     """
     if not text:
         return None
-    segment = last_segment(text)
+    segment = last_segment(repair_escapes(text) if "\x0c" in text else text)
     has_box = "\\" in segment and any(name in segment for name in _BOX_NAMES)
     if has_box:
         boxed = unbox(segment)
