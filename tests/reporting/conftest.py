@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -93,12 +95,13 @@ def metrics_row(step: int, rng: random.Random) -> dict[str, float]:
     return row
 
 
-@pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., Path]:
-    """Writes an invented run folder; `steps` metrics rows, evaluations at the named steps."""
+@pytest.fixture(scope="session")
+def invented(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, tuple[int, ...]], Path]:
+    """Invented run folders, each made once; tests get copies."""
 
-    def make(*, steps: int = 40, evaluated: tuple[int, ...] = (0, 40), name: str = "run") -> Path:
-        run = tmp_path / name
+    @cache
+    def build(steps: int, evaluated: tuple[int, ...]) -> Path:
+        run = tmp_path_factory.mktemp("invented") / "run"
         (run / "transcripts").mkdir(parents=True)
         (run / "config.yaml").write_text(dump_recipe(parse_recipe(RECIPE)))
         rng = random.Random(1)
@@ -111,5 +114,15 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         for step in evaluated:
             write_evaluation(run / "eval" / f"step_{step:06d}", evaluation(0.45 + step / 200, step))
         return run
+
+    return build
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, invented: Callable[[int, tuple[int, ...]], Path]) -> Callable[..., Path]:
+    """Writes an invented run folder; `steps` metrics rows, evaluations at the named steps."""
+
+    def make(*, steps: int = 40, evaluated: tuple[int, ...] = (0, 40), name: str = "run") -> Path:
+        return Path(shutil.copytree(invented(steps, evaluated), tmp_path / name))
 
     return make

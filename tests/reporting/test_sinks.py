@@ -116,11 +116,14 @@ def test_the_state_says_which_process_writes_and_when_it_ended(tmp_path: Path) -
 
 @pytest.fixture
 def quiet_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import wandb
+
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_X_DISABLE_STATS", "true")
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    wandb.teardown()  # the client reads the environment once per process
 
 
 @pytest.mark.usefixtures("quiet_wandb")
@@ -147,11 +150,14 @@ def test_offline_runs_hold_rows_and_settings_and_a_resume_keeps_the_id(tmp_path:
 
 @pytest.mark.usefixtures("quiet_wandb")
 def test_environment_variables_win_over_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("WANDB_RUN_ID", "fixed1")
     (tmp_path / "elsewhere").mkdir()
+    wandb.teardown()
     with Sinks(tmp_path / "run", recipe(wandb="online", project="mine")) as all_sinks:
         all_sinks.log(1, {"x": 1})
     (path,) = (tmp_path / "elsewhere").glob("wandb/offline-run-*/run-fixed1.wandb")
@@ -175,9 +181,12 @@ def test_online_without_a_key_warns_once_and_logs_offline(tmp_path: Path, capsys
 def test_online_without_network_goes_on_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    import wandb
+
     monkeypatch.setattr(sinks, "INIT_TIMEOUT", 2.0)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    wandb.teardown()
     with Sinks(tmp_path, recipe(wandb="online")) as all_sinks:
         all_sinks.log(1, {"x": 1})
     assert "logging offline" in capsys.readouterr().err

@@ -160,7 +160,7 @@ def _recipe(path: Path, notes: list[str]) -> tuple[dict[str, Any], str]:
     except FileNotFoundError:
         notes.append("There is no config.yaml, so the recipe is not known.")
         return {}, ""
-    except (OSError, yaml.YAMLError):
+    except (OSError, yaml.YAMLError, ValueError, RecursionError):
         notes.append("config.yaml could not be read, so the recipe is not known.")
         return {}, ""
     return (recipe if isinstance(recipe, dict) else {}), text

@@ -19,7 +19,7 @@ from umad.reporting import curves, measured, panels, svg
 from umad.reporting.environment import environment
 from umad.reporting.examples import OUTCOMES, Example, agents_of, choose
 from umad.reporting.folder import Measured, RunFolder, mapping, number, read_run, rows_of
-from umad.reporting.progress import clock, progress
+from umad.reporting.progress import clock, printable, progress
 from umad.reporting.svg import percent
 
 EXAMPLES = 12
@@ -97,8 +97,7 @@ def render(run: RunFolder) -> str:
         style=(Path(__file__).parent / "templates" / "report.css").read_text(encoding="utf-8"),
         notes=list(dict.fromkeys(run.notes)),
     )
-    # a lone surrogate in a file's text has no UTF-8 form
-    return page.encode("utf-8", "backslashreplace").decode("utf-8")
+    return printable(page)
 
 
 def compared(run: RunFolder, before: Measured | None, after: Measured | None) -> Mapping[str, Any] | None:
@@ -117,7 +116,7 @@ def compared(run: RunFolder, before: Measured | None, after: Measured | None) ->
     try:
         entry: Mapping[str, Any] = compare([before.folder, after.folder])["comparisons"][0]
     # rows of other tools or of a half-written file; the rest of the report does not need them
-    except (UserError, ValueError, KeyError, TypeError) as error:
+    except (UserError, ValueError, KeyError, TypeError, RecursionError) as error:
         run.notes.append(f"Differences are not given in pairs: {error}")
         return None
     run.notes.extend(f"Paired differences: {note}." for note in entry.get("notes", ()))

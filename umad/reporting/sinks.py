@@ -167,6 +167,7 @@ class WandbSink:
         self, run: Path, logging: LoggingConfig, config: Mapping[str, Any], *, name: str, run_id: str | None
     ) -> None:
         self._run: Any = None
+        self._first = 0
         mode = os.environ.get("WANDB_MODE") or logging.wandb
         options = {
             "project": None if "WANDB_PROJECT" in os.environ else logging.project,
@@ -194,14 +195,17 @@ class WandbSink:
                 raise RuntimeError("no API key: run `wandb login`, or set WANDB_API_KEY")
             settings = {"finish_timeout": FINISH_TIMEOUT, "init_timeout": INIT_TIMEOUT, "console": "off"}
             unset = {key: value for key, value in settings.items() if f"WANDB_{key.upper()}" not in os.environ}
-            return wandb.init(**options, mode=cast(Any, mode), settings=wandb.Settings(**unset))
+            run = wandb.init(**options, mode=cast(Any, mode), settings=wandb.Settings(**unset))
+            # asked once, because the answer takes a round trip to the client's service
+            self._first = run.step
+            return run
         # the client raises errors of many unrelated kinds, and none of them is worth a run
         except Exception as error:
             warn(f"wandb: {_first_line(error)}; {then}")
             return None
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        if self._run is None or step < self._run.step:
+        if self._run is None or step < self._first:
             return
         try:
             self._run.log({key: value for key, value in row.items() if value is not None}, step=step)
@@ -261,7 +265,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object from a file; None where the file is missing, cut off, or holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
