@@ -219,8 +219,10 @@ def histories(records: list) -> list[tuple[int, dict[str, float]]]:
 
 def wandb_records(path: Path) -> Iterator:
     """Reads a .wandb file: a 7-byte header, then LevelDB's log format (32 KiB blocks of [crc, length, type, data])."""
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
+    wandb.teardown()  # its service writes the last records after the run's finish has returned
     data, at, parts = path.read_bytes(), 7, []
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
