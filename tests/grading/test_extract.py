@@ -119,9 +119,21 @@ def test_require_box_takes_nothing_but_a_box():
 
 
 @pytest.mark.parametrize(
-    "text", ["\\boxed{5}" * 10_000, "\\boxed{" * 20_000, "\\boxed{" * 9_000 + "5" + "}" * 9_000, "$$" * 100_000, "\\[ " * 60_000,
-             "the answer is " * 15_000, "**" * 100_000, "(" * 200_000, "1," * 100_000, "<answer>" * 20_000, "-" * 200_000]
-)  # fmt: skip
+    "text",
+    [
+        "\\boxed{5}" * 10_000,
+        "\\boxed{" * 20_000,
+        "\\boxed{" * 9_000 + "5" + "}" * 9_000,
+        "$$" * 100_000,
+        "\\[ " * 60_000,
+        "the answer is " * 15_000,
+        "**" * 100_000,
+        "(" * 200_000,
+        "1," * 100_000,
+        "<answer>" * 20_000,
+        "-" * 200_000,
+    ],
+)
 @pytest.mark.parametrize("kind", ["math", "choice", "number", "text"])
 def test_extraction_takes_linear_time(text, kind):
     start = time.process_time()

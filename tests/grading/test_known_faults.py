@@ -150,9 +150,14 @@ def test_equal_is_lenient_and_class_keys_are_transitive():
 # 12
 @pytest.mark.parametrize(
     "text",
-    ["\\boxed{4}", "<think>\\boxed{5}</think>\\boxed{4}", "<think>\\boxed{5}</think> then <think>6</think> \\boxed{4}",
-     "5 was my guess</think>\\boxed{4}", "<think>a thought that never ends \\boxed{4}"],
-)  # fmt: skip
+    [
+        "\\boxed{4}",
+        "<think>\\boxed{5}</think>\\boxed{4}",
+        "<think>\\boxed{5}</think> then <think>6</think> \\boxed{4}",
+        "5 was my guess</think>\\boxed{4}",
+        "<think>a thought that never ends \\boxed{4}",
+    ],
+)
 def test_the_last_segment_is_graded_and_no_thinking_tag_is_demanded(text):
     assert extract(text) == "4"
     assert extract("<think>\\boxed{4}</think> I do not know") is None

@@ -146,5 +146,7 @@ def clean(text: str) -> str:
     for arrow in ("\\implies", "\\Rightarrow", "\\Longrightarrow", "\\therefore"):
         if arrow in text:
             text = text.rpartition(arrow)[2].strip()
-    text = re.sub(r"(?<![.\d])[.:,;]+$|(?<=\d)(?:\.{1,2}|[,;:]+)$|^(?:=|:|\\approx\b|\\in\b(?= ?\d))\s*", "", text).strip()
+    text = re.sub(
+        r"(?<![.\d])[.:,;]+$|(?<=\d)(?:\.{1,2}|[,;:]+)$|^(?:=|:|\\approx\b|\\in\b(?= ?\d))\s*", "", text
+    ).strip()
     return text.rstrip("\\").strip() if text.endswith("\\") else text

@@ -107,11 +107,13 @@ class Grader:
         marks = [self._mark(item) for item in items]
         open_items: list[tuple[int, str, str]] = []
         pairs: dict[_Pair, None] = {}
+        fresh: list[int] = []
         for index, (item, mark) in enumerate(zip(items, marks, strict=True)):
             known = self._grades.entries.get(mark)
             if known is not None:
                 grades[index] = known
                 continue
+            fresh.append(index)
             kind = item.kind or self.kind
             answer = self._extract(item, kind)
             if answer is None:
@@ -120,15 +122,15 @@ class Grader:
             open_items.append((index, answer, kind))
             for gold in _golds(item, kind):
                 pairs[gold, answer, kind] = None
-        verdicts = self._decide(list(pairs))
+        verdicts = self._decide(list(pairs)) if pairs else {}
         for index, answer, kind in open_items:
             verdict = _any_right([verdicts[gold, answer, kind] for gold in _golds(items[index], kind)])
             grades[index] = Grade(verdict.equal, answer, verdict.status, class_key(answer, kind))
         done = [grade for grade in grades if grade is not None]
         with self._lock:
-            for mark, grade in zip(marks, done, strict=True):
-                if grade.status != "error" and mark not in self._grades.entries:
-                    self._grades.put(mark, grade)
+            for index in fresh:
+                if done[index].status != "error":
+                    self._grades.put(marks[index], done[index])
             self._counts.update(grade.status for grade in done)
         return done
 
@@ -181,14 +183,12 @@ class Grader:
 
     # -- the steps -----------------------------------------------------------------------------------------------------
 
-    def _mark(self, item: GradeItem) -> bytes:
+    def _mark(self, item: GradeItem) -> tuple[Any, ...]:
         """What identifies an item in the cache, small whatever the length of the response."""
-        parts = (item.kind or self.kind, item.gold, item.alternatives, item.choices)
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(repr(parts).encode("utf-8", "surrogatepass"))
-        if item.text is not None:
-            digest.update(b"\0" + item.text.encode("utf-8", "surrogatepass"))
-        return digest.digest()
+        text: str | bytes | None = item.text
+        if isinstance(text, str) and len(text) > 100:
+            text = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        return item.kind or self.kind, item.gold, item.alternatives, item.choices, text
 
     def _extract(self, item: GradeItem, kind: str) -> str | None:
         check_kind(kind)

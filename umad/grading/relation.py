@@ -53,7 +53,15 @@ def decide(gold: str, candidate: str, kind: str) -> Verdict:
 
 
 def exact_text(gold: str, candidate: str) -> bool:
-    return normal_words(plain_text(gold)) == normal_words(plain_text(candidate))
+    """The same words; or the same items of a list, in any order (`March and April`)."""
+    gold, candidate = plain_text(gold), plain_text(candidate)
+    return normal_words(gold) == normal_words(candidate) or (
+        len(parts := _listed(gold)) > 1 and parts == _listed(candidate)
+    )
+
+
+def _listed(text: str) -> list[str]:
+    return sorted(filter(None, map(normal_words, re.split(r"[,;]|\band\b", text))))
 
 
 def plain_text(text: str) -> str:
