@@ -175,11 +175,7 @@ def over_steps(run: RunFolder) -> Section | None:
             [(float(one.step or 0), _last(one.accuracy.get(name, ()))) for one in series],
             colour(run, name),
             marks="filled",
-            low_high=[
-                (float(one.step or 0), *bounds)
-                for one in series
-                if one.accuracy_ci.get(name) and (bounds := one.accuracy_ci[name][-1]) is not None
-            ],
+            low_high=_last_bounds(series, lambda one, name=name: one.accuracy_ci.get(name)),
         )
         for name in names(run, *series)
     ]
@@ -195,10 +191,12 @@ def over_steps(run: RunFolder) -> Section | None:
         )
         table = steps_table({line.name: line.points for line in lines}, as_percent=True)
         panels.append(Panel("Accuracy, last turn", chart, table))
-    for i, (key, title) in enumerate(UNCERTAINTY):
+    for i, key in enumerate(("TU", "EU", "AU")):
+        title = key if key == "TU" else f"Sys-{key}"
         points = [(float(one.step or 0), _last(one.uncertainty.get(key, ()))) for one in series]
         if any(y is not None for _, y in points):
-            line = Series(title, points, 8, marks="filled")
+            bounds = _last_bounds(series, lambda one, key=key: one.uncertainty_ci.get(key))
+            line = Series(title, points, 8, marks="filled", low_high=bounds)
             chart = svg.line_chart(
                 f"{title} at the last turn over training steps",
                 words([line], "step"),
@@ -207,7 +205,7 @@ def over_steps(run: RunFolder) -> Section | None:
                 zero=True,
                 ident=f"steps-unc-{i}",
             )
-            panels.append(Panel(f"{title}, last turn", chart, steps_table({title: points})))
+            panels.append(Panel(f"{title} (nats), last turn", chart, steps_table({title: points})))
     return Section(
         "steps",
         "Evaluation over training",
@@ -215,6 +213,12 @@ def over_steps(run: RunFolder) -> Section | None:
         legend=[Series(line.name, [], line.colour, marks="filled") for line in lines],
         panels=panels,
     )
+
+
+def _last_bounds(series: Sequence[Measured], intervals: Any) -> list[tuple[float, float, float]]:
+    """(step, low, high) of the last turn, where an evaluation has an interval there."""
+    found = [(float(one.step or 0), intervals(one)) for one in series]
+    return [(step, *ci[-1]) for step, ci in found if ci and ci[-1] is not None]
 
 
 def _last(values: Numbers) -> float | None:

@@ -132,6 +132,8 @@ class Bar:
 
     def describe(self) -> str:
         """One plain line: 'evaluating: 120/500 responses · 24.1 responses/s · 0:16 left'."""
+        if self.total is None and self.done == 0:
+            return f"{printable(self.label)}: {clock(self.elapsed)} so far"
         parts = [f"{printable(self.label)}: {self.count()}", _rate(self.rate(), self.unit)]
         left = self.remaining()
         if left is not None:
@@ -139,6 +141,9 @@ class Bar:
         return " · ".join(part for part in parts if part)
 
     def closing(self) -> str:
+        """The last plain line: 'evaluating: 500 responses in 0:21 (23.8 responses/s)'."""
+        if self.done == 0:
+            return f"{printable(self.label)}: done in {clock(self.elapsed)}"
         rate = _rate((self.done - self._first) / max(self.elapsed, 1e-9), self.unit)
         count = f"{self.done} {self.unit}".rstrip()
         return f"{printable(self.label)}: {count} in {clock(self.elapsed)}" + (f" ({rate})" if rate else "")

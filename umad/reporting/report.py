@@ -191,7 +191,7 @@ def facts(run: RunFolder, before: Measured | None, after: Measured | None) -> li
     if run.metrics:
         seconds = sum(number(row.get("time/step")) or 0.0 for row in run.metrics)
         steps = mapping(run.recipe.get("training")).get("steps") or run.state.get("steps")
-        of = f" of {steps}" if isinstance(steps, int) and steps != run.metrics[-1]["step"] else ""
+        of = f" of {steps}" if isinstance(steps, int) and steps > run.metrics[-1]["step"] else ""
         made.append(
             Fact(f"{run.metrics[-1]['step']:,}{of}", "training steps", f"in {clock(seconds)}" if seconds else "")
         )
