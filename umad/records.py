@@ -366,7 +366,7 @@ def read_jsonl(
                     continue
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     if last_line == "lenient" and not line.endswith("\n"):
                         return
                     raise UserError(f"{path}:{number}: not a line of JSON ({error})") from None
