@@ -4,7 +4,8 @@
     python benchmarks/rollout.py --model wheel:smollm2 --problems 8 --members 4 --max-tokens 64
 
 Both sides run in turns in one process and the best of `--repeats` counts, since a busy machine only ever makes a run
-slower. Tokens per second are those of the responses, the end-of-sequence token included and padding left out.
+slower; on one CPU thread (the default), seconds are those of the processor, so that other programs do not count. Tokens
+per second are those of the responses, the end-of-sequence token included and padding left out.
 
 * `equal lengths`: different prompts of one length, every response `--max-tokens` long. Nothing to share or to drop.
 * `turn 0`: the problems' first prompts, each sampled `--members` times: the prompt is shared by a group.
@@ -73,7 +74,11 @@ def with_generate(
             ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
             mask[row, width - len(prompt) :] = 1
         greedy = sampling.temperature == 0
-        draw = {"do_sample": False} if greedy else {"do_sample": True, "temperature": sampling.temperature}
+        draw = (
+            {"do_sample": False}
+            if greedy
+            else {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+        )
         with torch.inference_mode():
             generated = model.generate(
                 ids.to(model.device),
@@ -81,8 +86,6 @@ def with_generate(
                 max_new_tokens=sampling.max_tokens,
                 eos_token_id=list(stops) or None,
                 pad_token_id=0,
-                top_k=0,
-                top_p=1.0,
                 **draw,
             )
         out += [_cut(row, stops) for row in generated[:, width:].tolist()]
@@ -131,14 +134,15 @@ def measure(work: Workload, args: argparse.Namespace, model: PreTrainedModel, sa
     engine = TransformersEngine(copy.deepcopy(model), work.stops, max_batch=args.batch)
     with_engine(engine, work.prompts[: args.batch], Sampling(4, sampling.temperature), seed=0)  # warm up
     with_generate(model, work.prompts[: args.batch], work.stops, Sampling(4, sampling.temperature), args.batch)
+    clock = time.process_time if args.threads == 1 and model.device.type == "cpu" else time.perf_counter
     for repeat in range(args.repeats):
-        start = time.perf_counter()
+        start = clock()
         responses = with_engine(engine, work.prompts, sampling, seed=repeat)
-        work.times["engine"].append(time.perf_counter() - start)
+        work.times["engine"].append(clock() - start)
         work.tokens["engine"].append(sum(map(len, responses)))
-        start = time.perf_counter()
+        start = clock()
         responses = with_generate(model, work.prompts, work.stops, sampling, args.batch)
-        work.times["generate"].append(time.perf_counter() - start)
+        work.times["generate"].append(clock() - start)
         work.tokens["generate"].append(sum(map(len, responses)))
 
 
@@ -164,9 +168,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny:qwen2")
     parser.add_argument("--problems", type=int, default=64)
-    parser.add_argument("--members", type=int, default=8, help="responses per problem")
+    parser.add_argument("--members", type=int, default=16, help="responses per problem")
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--batch", type=int, default=128, help="rows decoded at once, on both sides")
+    parser.add_argument("--batch", type=int, default=512, help="rows decoded at once, on both sides")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -199,6 +203,11 @@ def main() -> None:
                 f"{one.name:14} {row['responses']:9} {row['prompt_tokens']:7.1f} {row['response_tokens']:7.1f} "
                 f"{row['generate_tokens_per_s']:8.0f}/s {row['engine_tokens_per_s']:8.0f}/s {row['ratio']:6.2f}"
             )
+    debates = [sum(min(one.times[side]) for one in work[1:]) for side in ("generate", "engine")]
+    if not args.json:
+        print(
+            f"both turns together: {debates[0]:.2f} s by generate, {debates[1]:.2f} s, ratio {debates[0] / debates[1]:.2f}"
+        )
     for one in work[1:]:
         different, count = greedy_differences(one, args, model)
         print(f"greedy, {one.name}: {different} of {count} responses differ from generate's" if not args.json else

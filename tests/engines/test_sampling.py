@@ -115,3 +115,17 @@ def test_greedy_logprobs_stay_exact_over_a_large_vocabulary() -> None:
     tokens, logprobs = draw(logits, Sampling(1, 0.0), points=1)
     assert tokens[0] == 7
     assert logprobs[0] == pytest.approx(-math.log(1 + 149_999 * math.exp(-12)), abs=2e-6)
+
+
+@pytest.mark.parametrize("kinds", [[Sampling(1)], [Sampling(1, 0.5), Sampling(1, 2.0)]])
+def test_large_batches_are_sampled_in_blocks_with_the_same_result(
+    kinds: list[Sampling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits, uniform = torch.randn(11, 40, generator=generator), torch.rand(11, dtype=torch.float64, generator=generator)
+    plan = SamplingPlan.of([kinds[i % len(kinds)] for i in range(11)], 40, torch.device("cpu"))
+    whole = sample(logits, plan, uniform)
+    monkeypatch.setattr(module, "_BLOCK", 100)
+    parts = sample(logits, plan, uniform)
+    assert torch.equal(whole[0], parts[0])
+    assert torch.allclose(whole[1], parts[1], atol=1e-6)

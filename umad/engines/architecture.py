@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from umad.engines import attention
 from umad.engines.kv import KVRows
 from umad.records import UserError
 
@@ -26,7 +27,9 @@ class Architecture:
     cache_argument: str
     windows: dict[str, int | None]
     additive: bool
-    """Masks are added to the scores (eager attention) rather than boolean."""
+    """Masks are added to the scores rather than boolean."""
+    own_attention: bool
+    """Decode steps go through `umad.engines.attention`."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, max_context: int) -> Architecture:
@@ -55,7 +58,9 @@ class Architecture:
                 f"{name}: attention in chunks of {windows['sliding_attention']} tokens is not supported; set the "
                 "longest prompt and response so that they fit into one"
             )
-        return cls(len(layers), cache_argument, windows, model.config._attn_implementation == "eager")
+        own = attention.install(model)
+        additive = own or model.config._attn_implementation == "eager"
+        return cls(len(layers), cache_argument, windows, additive, own)
 
     def prefill(self, model: PreTrainedModel, ids: torch.Tensor) -> Cache:
         """Keys and values of prompts [U, P], padded on the right: causal attention never looks there, so no mask is

@@ -19,11 +19,13 @@ class KVRows(Cache):
     """Keys and values of `n` rows, `lengths` of which are filled.
 
     A model that is called with it at query length 1 writes one column per row, at the row's length, and sees all rows up
-    to the longest; the caller masks what lies beyond a row's own length.
+    to the longest; the caller masks what lies beyond a row's own length. `columns_last`: keys lie in memory with the
+    columns as their last axis (their shape is the same), as `umad.engines.attention` likes them.
     """
 
-    def __init__(self, layers: int, max_rows: int) -> None:
+    def __init__(self, layers: int, max_rows: int, columns_last: bool = False) -> None:
         super().__init__(layers=[_Rows(self) for _ in range(layers)])
+        self.columns_last = columns_last
         self.max_rows = max_rows
         self.n = 0
         self.width = 0
@@ -128,7 +130,11 @@ class _Rows(DynamicLayer):
     def _allocate(self, rows: int, columns: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         columns = -(-columns // _COLUMNS) * _COLUMNS
         # zeros, since a masked column still takes part in the arithmetic: 0 times whatever stands there
-        self.keys = keys.new_zeros((rows, keys.shape[1], columns, keys.shape[3]))
+        _, heads, _, size = keys.shape
+        if self.cache.columns_last:
+            self.keys = keys.new_zeros((rows, heads, size, columns)).transpose(-1, -2)
+        else:
+            self.keys = keys.new_zeros((rows, heads, columns, size))
         self.values = values.new_zeros((rows, values.shape[1], columns, values.shape[3]))
         self.is_initialized = True
 

@@ -13,6 +13,9 @@ from umad.records import Sampling
 _PARTIAL = 1024
 """How many of the largest logits are sorted first where the distribution is cut; all of them only where it takes more."""
 
+_BLOCK = 1 << 24
+"""Most logits whose cumulative sums (float64) are in memory at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
@@ -105,6 +108,13 @@ def _greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _plain(
     logits: torch.Tensor, temperature: float | torch.Tensor, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = max(1, _BLOCK // logits.shape[1])
+    if len(logits) > rows:
+        parts = [
+            _plain(logits[i : i + rows], _slice(temperature, i, rows), uniform[i : i + rows])
+            for i in range(0, len(logits), rows)
+        ]
+        return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
     scaled = logits if isinstance(temperature, float) and temperature == 1 else logits / temperature
     largest = scaled.amax(-1, keepdim=True)
     # Summed in float64, also for the log-probability: torch's float32 log_softmax is off by 2e-4 where 150,000 tokens
@@ -113,6 +123,10 @@ def _plain(
     tokens = _invert(cumulative, uniform)
     logprobs = (scaled.gather(1, tokens) - largest).double() - cumulative[:, -1:].log()
     return tokens.squeeze(1), logprobs.squeeze(1).float()
+
+
+def _slice(temperature: float | torch.Tensor, start: int, rows: int) -> float | torch.Tensor:
+    return temperature if isinstance(temperature, float) else temperature[start : start + rows]
 
 
 def _cut(logits: torch.Tensor, plan: SamplingPlan, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,7 +69,7 @@ class TransformersEngine:
         self._done: list[tuple[Request, Generation | Exception]] = []
         """Finished or refused, not yet handed out."""
         self._batch = _Batch(max_batch)
-        self._kv = KVRows(self.architecture.layers, max_batch)
+        self._kv = KVRows(self.architecture.layers, max_batch, self.architecture.own_attention)
         self._plan: SamplingPlan | None = None
         self.architecture.verify(model, self._kv)
 
