@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from umad.reporting import svg
@@ -95,7 +96,11 @@ def _metric_panel(run: RunFolder, title: str, key: str, scale: str, axis: svg.Ax
     return Panel(title, chart, steps_table(columns, as_percent=share))
 
 
-PHASES = ("generate", "grade", "score", "update", "push", "save", "evaluate")
+PHASES = ("prepare", "generate", "grade", "score", "update", "push", "save", "evaluate")
+
+
+OUTSIDE = ("save",)
+"""Phases with a time of their own in the rows that `time/step` does not hold."""
 
 
 def time_and_cost(run: RunFolder) -> Section:
@@ -103,9 +108,10 @@ def time_and_cost(run: RunFolder) -> Section:
     sums = {key: sum(number(row.get(f"time/{key}")) or 0.0 for row in run.metrics) for key in _phases(run)}
     sums = {key: value for key, value in sums.items() if value > 0}
     total = sum(number(row.get("time/step")) or 0.0 for row in run.metrics)
-    other = total - sum(sums.values())
+    other = total - sum(value for key, value in sums.items() if key not in OUTSIDE)
     if sums and other > 0.005 * total:
         sums["other"] = other
+    sums |= {key: value for key, value in _outside(run).items() if value > 0}
     bar = _time_bar(sums) if sums else None
     panels = []
     speed = [(x, y) for x, y in column(run, "throughput/tokens_per_second")]
@@ -120,6 +126,12 @@ def time_and_cost(run: RunFolder) -> Section:
         return Section("cost", "Time and cost", missing="Neither times nor counts have been logged.")
     lead = f"{len(run.metrics):,} steps in {clock(total or sum(sums.values()))}." if sums else ""
     return Section("cost", "Time and cost", lead=lead, bar=bar, panels=panels, open_table=table)
+
+
+def _outside(run: RunFolder) -> dict[str, float]:
+    """Seconds that no step holds: before the first (models loaded, tiny agents taught) and in evaluations."""
+    measured = math.fsum(number(evaluation.raw.get("seconds")) or 0.0 for evaluation in run.evaluations)
+    return {"prepare": number(run.state.get("prepared")) or 0.0, "evaluate": measured}
 
 
 def _phases(run: RunFolder) -> list[str]:

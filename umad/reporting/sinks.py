@@ -107,10 +107,11 @@ def cut_files(run: Path, after_step: int) -> list[Path]:
 class Sinks:
     """Everything that metrics go to, for the one process of a run that logs.
 
-    `steps` is the number of the run's last step, for `umad status`. Resuming: call `cut(step)` before the first `log`.
+    `steps` is the number of the run's last step, for `umad status`; `prepared` the seconds that loading took, which add
+    up over resumes. Resuming: call `cut(step)` before the first `log`.
     """
 
-    def __init__(self, run: Path, recipe: Recipe, *, steps: int | None = None) -> None:
+    def __init__(self, run: Path, recipe: Recipe, *, steps: int | None = None, prepared: float = 0.0) -> None:
         self.run = run
         self.metrics = MetricsLog(run / "metrics.jsonl")
         self._state = _State(run / "state.json")

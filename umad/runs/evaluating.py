@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ def measure(recipe: Recipe, driver: Driver, problems: Sequence[Problem], step: i
     from umad.reporting.progress import say
 
     turns = recipe.evaluation.turns or getattr(build.protocol_of(recipe).settings, "turns", 1)
+    start = time.perf_counter()
     evaluation = evaluate(
         build.Debater(recipe, driver),
         problems,
@@ -32,6 +34,7 @@ def measure(recipe: Recipe, driver: Driver, problems: Sequence[Problem], step: i
         info={"step": step, "recipe": recipe.name, "seed": recipe.seed},
         progress=say,
     )
+    evaluation.summary["seconds"] = round(time.perf_counter() - start, 3)
     with disk_errors(where):
         write_evaluation(where, evaluation)
     return evaluation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,12 +49,14 @@ def train(recipe: Recipe, *, resume: bool = False) -> RunFolder:
     measures = evaluation.before or evaluation.after or evaluation.every
     held_out = build.problems_of(recipe, "eval") if measures and recipe.data.eval is not None else []
     steps = total_steps(recipe, len(problems))
+    start = time.perf_counter()
     loaded = build.load_agents(recipe)
     agents = build.agents_of(recipe, loaded, own_copy=True)
     policies = {agent.config.name: build.policy_for(recipe, agent, steps) for agent in loaded}
+    prepared = time.perf_counter() - start
     folder = start_folder(recipe, resume=resume)
     checkpoint = latest_checkpoint(folder.path) if resume else None
-    with build.grader_of(recipe) as grader, Sinks(folder.path, recipe, steps=steps) as sinks:
+    with build.grader_of(recipe) as grader, Sinks(folder.path, recipe, steps=steps, prepared=prepared) as sinks:
         driver = Driver(agents, build.prompts_of(recipe), grader)
         sampler = ProblemSampler(problems, recipe.training.problems_per_step, recipe.seed)
         trainer = Trainer(recipe, driver, build.protocol_of(recipe), policies, sampler)
@@ -83,6 +86,7 @@ def _begin(run: _Run, checkpoint: Any, resume: bool) -> int:
 
 def _steps(run: _Run, first: int, bar: Any) -> None:
     silent = 0
+    saving: dict[str, float] = {}
     for step in range(first, run.steps + 1):
         result = run.trainer.step(step)
         silent = silent + 1 if _no_answer(result) else 0
@@ -90,10 +94,14 @@ def _steps(run: _Run, first: int, bar: Any) -> None:
             warn(_SILENT.format(n=UNPARSED_STEPS, where=run.folder.transcript(step)))
         if _due(run.recipe.logging.transcripts, step):
             run.folder.write_step(step, result.debates)
-        # the row comes before the checkpoint: on resume rows after it are cut, none can be missing
-        run.sinks.log(step, result.metrics)
+        # the row comes before the checkpoint: on resume rows after it are cut, none can be missing. So the time that
+        # saving took stands in the next step's row
+        run.sinks.log(step, result.metrics | saving)
+        saving = {}
         if _due(run.recipe.checkpoints.every, step) or step == run.steps:
+            begun = time.perf_counter()
             _save(run, step)
+            saving = {"time/save": time.perf_counter() - begun}
         _evaluate_if_due(run, step)
         bar.advance()
 
