@@ -317,10 +317,12 @@ def test_a_model_with_a_recurrent_state_is_refused() -> None:
 
 def test_a_model_that_steps_differently_is_refused() -> None:
     class Odd(transformers.Qwen2ForCausalLM):
-        def forward(self, input_ids=None, position_ids=None, cache=None, **kwargs):  # type: ignore[no-untyped-def]
-            return super().forward(input_ids=input_ids, position_ids=None, cache=cache, **kwargs)
+        def forward(self, input_ids=None, position_ids=None, cache=None, past_key_values=None, **kwargs):  # type: ignore[no-untyped-def]
+            given = {"cache": cache, "past_key_values": past_key_values}
+            kwargs |= {name: value for name, value in given.items() if value is not None}
+            return super().forward(input_ids=input_ids, **kwargs)  # its own idea of positions
 
-    with pytest.raises(UserError, match="step by step"):
+    with pytest.raises(UserError, match=r"step by step|does not fill"):
         TransformersEngine(Odd(tiny_model().config), STOPS)
 
 

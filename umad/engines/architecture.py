@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`cache_argument`: the name under which `forward` takes the cache (it changed in transformers 5). `windows`: tokens
-    that a layer sees, by mask name (None: all)."""
+    """What the engine has to know of a model's `forward`.
+
+    `cache_argument`: the name under which it takes the cache, which differs between versions of transformers.
+    `windows`: how many tokens a layer sees, by the name of its mask (None: all).
+    """
 
     layers: int
     cache_argument: str
@@ -119,10 +122,13 @@ class Architecture:
         padded = np.zeros((2, 6), dtype=np.int64)
         for place, row in zip(padded, rows, strict=True):
             place[: len(row) - 3] = row[:-3]
+        most = kv.max_rows
         try:
-            kv.clear()
-            kv.max_rows, most = max(kv.max_rows, 2), kv.max_rows
-            kv.append(self.prefill(model, _tensor(padded, model)), None, 2, 6)
+            kv.max_rows = max(most, 2)
+            prefix = self.prefill(model, _tensor(padded, model))
+            if any(layer.keys is None for layer in prefix.layers):
+                raise UserError(f"{type(model).__name__}: the model does not fill the key-value cache that it is given")
+            kv.append(prefix, None, 2, 6)
             got = []
             for back in (3, 2, 1):
                 pending = np.array([row[-back] for row in rows])

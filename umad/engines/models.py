@@ -65,7 +65,7 @@ def load_model(
             ignore_mismatched_sizes=True,  # reported below, with the name
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(_load_error(spec, revision, "model", error)) from error
     architectures = getattr(config, "architectures", None) or [type(model).__name__]
     if type(model).__name__ not in architectures:
