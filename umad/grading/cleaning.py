@@ -86,7 +86,8 @@ _STYLED = re.compile(
     r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathcal|overrightarrow|vec|hat|underline|pmb)\s*(?=[{A-Za-z0-9\\])"
 )
 _THOUSANDS = re.compile(r"(?<=\d)(?:,\s?\\!|\{,\}|\\,|\\!,|,\\,|\\ )\s*(?=\d{3}(?!\d))")
-_ORDINAL = re.compile(r"(?<=\d)\s*\^\s*\{?\s*\"?(?:st|nd|rd|th)\"?\s*\}?(?![a-z])")
+_ORDINAL = re.compile(r"(?<=\d)\s*\^\s*\{?\s*\"?(?:st|nd|rd|th)\"?\s*\}?(?![a-z])|(?<=\d)(?:st|nd|rd|th)\b")
+_CONDITION = re.compile(r"\(\s*([a-z]\s*\\in(?![a-z])[^()]{1,60})\)")  # k\pi (k \in Z)
 _CONNECTIVE = re.compile(r"[\s,;]*(and|or)[\s,;]*", re.I)
 
 
@@ -141,6 +142,7 @@ def clean(text: str) -> str:
     else:
         text = _THOUSANDS.sub("", text)
     text = _ORDINAL.sub("", text)
+    text = _CONDITION.sub(r", \1", text)
     text = _DELIMITERS.sub(" ", text)
     text = re.sub(r" {2,}", " ", text).strip()
     for arrow in ("\\implies", "\\Rightarrow", "\\Longrightarrow", "\\therefore"):

@@ -12,7 +12,7 @@ from functools import lru_cache
 from umad.grading.cleaning import MAX_LENGTH, clean
 from umad.grading.extract import NUMBER, unbox
 from umad.grading.inequalities import between, inequality, is_label
-from umad.grading.intervals import Piece, complement, intersect, merge
+from umad.grading.intervals import LINE, Piece, complement, intersect, merge
 from umad.grading.matrices import grid_of
 from umad.grading.nodes import Builder, Chain, Grid, Group, Measure, Name, Node, Num, Op, TooLarge, Unreadable, Words
 from umad.grading.parser import parse as parse_tree
@@ -100,6 +100,8 @@ def _fallback(cleaned: str) -> Form:
     if not prose and re.search(r"[\\^_=<>\[\](){}]", cleaned):
         return Opaque(normal_string(cleaned))
     words = normal_words(cleaned)
+    if words in ("all real numbers", "all reals", "all real values", "any real number"):
+        return Region(LINE)
     as_number = number_from_words(cleaned.replace('"', " "))
     if as_number is not None:
         return Text(words, Num(as_number))
@@ -136,11 +138,13 @@ def resolve(node: Node) -> Form:
         return _chain(node)
     if isinstance(node, Builder):
         return _builder(node)
+    if isinstance(node, Grid) and len(node.rows[0]) == 1 and all(isinstance(row[0], Chain) for row in node.rows):
+        return resolve(Group("", "", tuple(row[0] for row in node.rows), "and"))  # a system, one equation a line
     if isinstance(node, Grid):
         return Table(tuple(tuple(pure(cell) for cell in row) for row in node.rows))
     if isinstance(node, Op):
         return _operation(node)
-    return Scalar(node)
+    return Region(LINE) if node == Name("set R") else Scalar(node)
 
 
 def _with_unit(form: Form, unit: str) -> Form:
@@ -167,7 +171,7 @@ def _group(node: Group) -> Form:
     items: list[Form] = []
     for item in node.items:
         form = resolve(item)
-        if not node.opening and isinstance(form, Sequence) and form.kind == "list" and not form.label:
+        if node.opening in ("", "{") and isinstance(form, Sequence) and form.kind == "list" and not form.label:
             items += form.items
         else:
             items.append(form)

@@ -108,7 +108,7 @@ def decide_math(gold: str, candidate: str, kind: str) -> Verdict:
                 undecided = True
     if normal_string(_plain(gold)) == normal_string(_plain(candidate)):
         return RIGHT
-    if kind == "math" and _same_letter(gold, candidate):
+    if kind == "math" and (_same_letter(gold, candidate) or _same_words(gold, candidate)):
         return RIGHT
     if any(isinstance(form, Opaque) and form.size for form in candidates):
         return _refuse(gold, candidate, golds[0])
@@ -127,6 +127,15 @@ def _numbers(text: str, forms: tuple[Form, ...]) -> tuple[Form, ...]:
     if found is None or any(isinstance(form, Sequence) for form in forms):
         return forms
     return (*forms, read(found))
+
+
+_ONLY_WORDS = re.compile(r"(?=.*[A-Za-z]{2})[A-Za-z\s,.;!?'\"-]+")
+
+
+def _same_words(gold: str, candidate: str) -> bool:
+    """Sentences without any mathematics, whatever commas they hold."""
+    texts = [_plain(text) for text in (gold, candidate)]
+    return all(map(_ONLY_WORDS.fullmatch, texts)) and normal_words(texts[0]) == normal_words(texts[1])
 
 
 def _same_letter(gold: str, candidate: str) -> bool:
@@ -196,6 +205,8 @@ def _labels_differ(gold: Form, candidate: Form) -> bool:
 
 def _same_text(gold: Form, candidate: Form) -> bool:
     if isinstance(gold, Text) and isinstance(candidate, Text):
+        if gold.number is not None and candidate.number is not None:  # two sentences, or a sentence and a number word
+            return gold.number.value == candidate.number.value
         return gold.text == candidate.text or _same_time(gold.text, candidate.text)
     text, other = (gold, candidate) if isinstance(gold, Text) else (candidate, gold)
     if isinstance(text, Text) and isinstance(other, Scalar):
@@ -368,6 +379,8 @@ def _same_sequence(gold: Sequence, candidate: Sequence) -> bool:
             return False
         return _in_order(one, two)
     if gold.kind == "tuple":
+        if gold.brackets == "[]" and len(one) == 2:  # a closed interval, not a list in brackets
+            return False
         return candidate.kind == "list" and _in_order(_by_label(one), _by_label(two))
     labels, other = [label_text(item.label) for item in one], [label_text(item.label) for item in two]
     if _named(labels) and _named(other) and set(labels) == set(other):

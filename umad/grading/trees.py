@@ -21,7 +21,7 @@ def expand_signs(node: Node) -> list[Node]:
     """`a \\pm b` as its two values; all the signs of one expression are taken together."""
     if not _has_signs(node):
         return [node]
-    if isinstance(node, Group) and not node.opening:
+    if isinstance(node, Group) and node.opening in ("", "{"):
         return [node]  # each item expands on its own
     return [_choose_sign(node, +1), _choose_sign(node, -1)]
 

@@ -332,6 +332,11 @@ def _logarithm(name: str, values: list[Value]) -> Value:
     return _bounded(result)
 
 
+def _falling(n: Value, k: int) -> Value:
+    """n (n - 1) ... (n - k + 1) / k!, for any n."""
+    return _product([n - step for step in range(k)]) / math.factorial(k)
+
+
 def _whole_function(name: str, values: list[Value]) -> Value:
     ctx = context()
     if name == "abs":
@@ -350,6 +355,8 @@ def _whole_function(name: str, values: list[Value]) -> Value:
         if any(inexact(value).imag for value in values):
             raise Unreadable(name)
         return (max if name == "max" else min)(values, key=lambda value: inexact(value).real)
+    if name == "binom" and not isinstance(values[0], Fraction) and values[1] in range(1, 21):
+        return _falling(values[0], int(values[1]))
     if not all(isinstance(value, Fraction) and value.denominator == 1 for value in values):
         return _product(values) + len(name) + inexact(values[0])  # a fingerprint: same arguments, same value
     numbers = [value.numerator for value in values]

@@ -114,6 +114,7 @@ _UNITS = {
     "eur": "euro euros eur",
     "gbp": "gbp",
     "yuan": "yuan rmb",
+    "pct": "percent pct",
     "deg": "degree degrees deg",
     "mph": "mph",
 }
