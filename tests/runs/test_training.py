@@ -150,6 +150,35 @@ def test_alpha_0_without_influence_equals_ippo_bit_for_bit(root: Path, tmp_path:
     assert without_times(a) == without_times(b)
 
 
+def test_a_step_in_which_every_debate_fails_ends_the_run(root: Path, tmp_path: Path) -> None:
+    script = tmp_path / "broken.jsonl"
+    script.write_text('{"error": "no power"}\n')
+    scripted = ["engine.backend=scripted", f"engine.script={script}"]
+    with pytest.raises(RuntimeError, match=r"all 12 debates failed.*no power"):
+        main(["train", str(root / "recipe.yaml"), f"output={tmp_path / 'run'}", *scripted])
+
+
+def test_checkpoints_are_evaluated_and_not_twice(root: Path, tmp_path: Path, capfd: Any) -> None:
+    run = tmp_path / "run"
+    few = ["training.steps=2", "evaluation.after=false"]
+    assert umad("train", root / "recipe.yaml", f"output={run}", *few) == 0
+    assert umad("eval", run, "--step", "all") == 0
+    written = {step: (run / f"eval/step_{step:06d}/debates.jsonl").read_bytes() for step in (0, 1, 2)}
+    assert written[0] != written[2]
+    capfd.readouterr()
+    assert umad("eval", run, "--step", "2") == 0
+    assert "is there already" in capfd.readouterr().out
+    assert umad("eval", run, "--step", "2", "evaluation.accuracy.temperature=1.0") == 0
+    assert (run / "eval/step_000002/debates.jsonl").read_bytes() != written[2]
+    assert umad("eval", run, "--step", "7") == 2
+    assert "0, 1, 2" in capfd.readouterr().err
+    assert umad("compare", run / "eval/step_000000", run / "eval/step_000002") == 0
+    assert (run / "eval/step_000002/comparison.json").is_file()
+    assert umad("analyze", run / "eval/step_000002") == 0
+    assert umad("report", run) == 0
+    assert umad("status", run) == 0
+
+
 def test_a_second_run_into_the_same_folder_is_refused(root: Path, tmp_path: Path, capfd: Any) -> None:
     run = tmp_path / "run"
     few = ["training.steps=1", "evaluation.after=false"]
@@ -167,6 +196,7 @@ def test_a_second_run_into_the_same_folder_is_refused(root: Path, tmp_path: Path
         (["debate.turns=0"], "debate.turns"),
         (["sampling.top_p=0.9"], "sampling.top_p"),
         (["sampling.max_tokens=400"], "sampling.max_tokens"),
+        (["sampling.max_prompt_tokens=9"], "problem 'p0'"),
         (["data.train.path=/nowhere.jsonl"], "/nowhere.jsonl"),
         (["agents.0.model=/nowhere"], "/nowhere"),
         (["debate.protocol=madd"], "mad"),

@@ -98,6 +98,8 @@ class Trainer:
         self.driver.timings.clear()
         start = time.perf_counter()
         debates = self.rollout(step)
+        if all(debate.error is not None for debate in debates):
+            raise RuntimeError(f"step {step}: all {len(debates)} debates failed; the first: {debates[0].error}")
         debates = [reward_debate(debate, self.recipe.reward, self.functions) for debate in debates]
         metrics = dict(debate_metrics(debates)) | reward_metrics(debates, self.functions)
         ready: dict[str, list[Sample]] = {}

@@ -97,13 +97,14 @@ def load_agents(recipe: Recipe) -> list[Loaded]:
     from transformers.utils import logging
 
     from umad.engines import models
-    from umad.reporting.progress import say
+    from umad.reporting.progress import progress, say
 
     logging.disable_progress_bar()  # ours say what is loaded; a bar per file would drown them
     loaded = []
     for config in recipe.agents:
         source = model_source(config, recipe.seed)
-        model = models.load_model(source, config.revision, device=device())
+        with progress(f"loading {config.model}"):
+            model = models.load_model(source, config.revision, device=device())
         tokenizer = models.load_tokenizer(config.tokenizer or source, config.revision, config.chat_template)
         loaded.append(
             Loaded(config, source, model, tokenizer, models.stop_ids(model, tokenizer), models.fingerprint(model))
@@ -205,6 +206,32 @@ def _prompt_limit(recipe: Recipe, name: str, context: int | None) -> int | None:
             f"{name!r} ({context} tokens)"
         )
     return limit if limit is not None else room
+
+
+def check_prompts(agents: Sequence[Agent], prompts: Prompts, problems: Sequence[Problem], role: str) -> None:
+    """Every problem must leave each agent room for the prompt of a turn in which nothing of the others is shown.
+
+    Raises:
+        UserError: one does not (the first is named), before anything is generated.
+    """
+    nobody = [(prompts.style.label(i), "") for i in range(len(agents))]
+    for agent in agents:
+        limit = agent.max_prompt_tokens
+        if limit is None or agent.tokenizer is None:
+            continue
+        for problem in problems:
+            # a token stands for at least one byte: what is short in bytes need not be encoded
+            longest = prompts.debate(problem, nobody)[0]["content"]
+            if len(longest.encode()) < limit // 2:
+                continue
+            for messages in (prompts.first(problem), prompts.debate(problem, nobody)):
+                ids = agent.encode(messages)
+                if ids is not None and len(ids) > limit:
+                    raise UserError(
+                        f"data.{role}: the prompt of problem {problem.id!r} has {len(ids)} tokens for agent {agent.name!r}, "
+                        f"which takes {limit}; remove the problem, raise sampling.max_prompt_tokens or lower "
+                        "sampling.max_tokens"
+                    )
 
 
 @dataclass(frozen=True)

@@ -125,8 +125,10 @@ def _with_checkpoint(recipe: Recipe, folder: RunFolder, step: int) -> Recipe:
 def _evaluate_models(recipe: Recipe, problems: Sequence[Problem], step: int, where: Path) -> None:
     loaded = [] if recipe.engine.backend == "scripted" else build.load_agents(recipe)
     agents = build.agents_of(recipe, loaded, own_copy=False)
+    prompts = build.prompts_of(recipe)
+    build.check_prompts(agents, prompts, problems, "eval")
     with build.grader_of(recipe) as grader:
-        measure(recipe, Driver(agents, build.prompts_of(recipe), grader), problems, step, where)
+        measure(recipe, Driver(agents, prompts, grader), problems, step, where)
     note_settings(where, recipe)
 
 

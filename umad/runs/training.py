@@ -52,12 +52,15 @@ def train(recipe: Recipe, *, resume: bool = False) -> RunFolder:
     start = time.perf_counter()
     loaded = build.load_agents(recipe)
     agents = build.agents_of(recipe, loaded, own_copy=True)
+    prompts = build.prompts_of(recipe)
+    build.check_prompts(agents, prompts, problems, "train")
+    build.check_prompts(agents, prompts, held_out, "eval")
     policies = {agent.config.name: build.policy_for(recipe, agent, steps) for agent in loaded}
     prepared = time.perf_counter() - start
     folder = start_folder(recipe, resume=resume)
     checkpoint = latest_checkpoint(folder.path) if resume else None
     with build.grader_of(recipe) as grader, Sinks(folder.path, recipe, steps=steps, prepared=prepared) as sinks:
-        driver = Driver(agents, build.prompts_of(recipe), grader)
+        driver = Driver(agents, prompts, grader)
         sampler = ProblemSampler(problems, recipe.training.problems_per_step, recipe.seed)
         trainer = Trainer(recipe, driver, build.protocol_of(recipe), policies, sampler)
         run = _Run(recipe, folder, trainer, {a.config.name: a.tokenizer for a in loaded}, sinks, held_out, steps)
