@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import multiprocessing
 import random
+import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -62,6 +63,39 @@ def test_bombs_end_in_bounded_time_are_wrong_and_counted_and_the_next_batch_grad
         assert [grade.equal for grade in grades] == [False] * len(bombs)
         assert grader.counts.get("timeout", 0) + grader.counts.get("memory", 0) == len(bombs) - 1
         assert grades[2].status == "ok"  # a product of 40 factors is no bomb for us: it is merely wrong
+        assert [grade.equal for grade in grader.grade([PLAIN, NEEDS_A_WORKER])] == [True, True]
+
+
+@pytest.mark.slow
+def test_a_thousand_answers_with_fifty_bombs_end_in_time_and_memory_and_the_rest_is_graded_right():
+    made = [
+        "9^{9^{9^9}}",
+        "(10^9)!",
+        "\\sqrt{" * 300 + "2" + "}" * 300,
+        "(" * 200_000,
+        "\0" * 1000,
+        "\ud800\ud801",
+        "\u202e5\u202c6",
+    ]
+    made += ["{" * 100_000 + "}" * 100_000, "1+" * 900 + "1,", "\\boxed{6}" * 10_000, "!" * 1000, "x^" * 900 + "y"]
+    made += [f"\\sum_{{k=1}}^{{10^{n}}} k!" for n in range(7, 11)] + [
+        f"\\int x^{{x^{n}}}\\sin x\\,dx" for n in range(2, 5)
+    ]
+    bombs = [GradeItem("5", f"\\boxed{{{made[n % len(made)]} }}") for n in range(50)]
+    plain = [GradeItem(str(n % 9), f"\\boxed{{{n % 7}}}") for n in range(950)]
+    items = bombs + plain
+    random.Random(0).shuffle(items)
+    with Grader(time_limit=1.0, memory_limit=400, workers=2) as grader:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        start = time.monotonic()
+        grades = grader.grade(items)
+        assert time.monotonic() - start < 2 * 50 * 1.0
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
+        for item, grade in zip(items, grades, strict=True):
+            if item in plain:
+                assert grade.equal is (item.text == f"\\boxed{{{item.gold}}}")
+            else:
+                assert grade.equal is False
         assert [grade.equal for grade in grader.grade([PLAIN, NEEDS_A_WORKER])] == [True, True]
 
 

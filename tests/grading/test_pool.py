@@ -212,6 +212,7 @@ def test_ctrl_c_in_the_middle_of_a_bomb_gets_through_at_once_and_leaves_no_worke
     process.communicate()
 
 
+@pytest.mark.slow
 def test_a_busy_worker_dies_by_the_kernels_alarm_when_its_parent_is_gone():
     body = "grader.grade([GradeItem('5', '\\\\boxed{\\\\sum_{k=1}^{10^9} k!}')])\n"
     script = SCRIPT.replace("Grader(workers=1)", "Grader(workers=1, time_limit=2.0)")

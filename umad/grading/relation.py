@@ -18,7 +18,7 @@ from umad.grading.intervals import Piece, Span
 from umad.grading.nodes import Name, Node, Num, Op, TooLarge, Unreadable
 from umad.grading.options import option_letter
 from umad.grading.shapes import Form, Opaque, Region, Relation, Scalar, Sequence, Table, Text, pieces_of
-from umad.grading.values import Undefined, Value, evaluate, inexact, literals_in, names_in, number_text
+from umad.grading.values import Undefined, Value, context, evaluate, inexact, literals_in, names_in, number_text
 
 MIN_DIGITS = 4
 """Significant digits from which on a decimal may stand for the irrational or repeating number that it rounds."""
@@ -255,11 +255,22 @@ def same_node(gold: Node, candidate: Node) -> bool:
     """Equal values (at fixed points where there are variables), or a decimal that rounds the other."""
     if isinstance(gold, Num) and isinstance(candidate, Num) and gold.value == candidate.value:
         return True
+    if _float_noise(gold, candidate) or _float_noise(candidate, gold):
+        return True
     if scalar_text(gold) == scalar_text(candidate):
         return True
     if names_in(gold) != names_in(candidate):
         return False
     return approximates(candidate, gold) or approximates(gold, candidate)
+
+
+def _float_noise(literal: Node, other: Node) -> bool:
+    """A decimal of 12 digits and more, as programs print them: 0.30000000000000004 is 0.3."""
+    literals = literals_in(literal)
+    if not _is_literal(literal) or literals[0].ulp is None or literals[0].digits < 12 or names_in(other):
+        return False
+    value, true = inexact(evaluate(literal)), inexact(evaluate(other))
+    return bool(abs(value - true) <= abs(true) * context().mpf(10) ** -12)
 
 
 def approximates(rounded: Node, exact: Node) -> bool:

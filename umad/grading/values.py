@@ -1,7 +1,7 @@
 """Numbers behind expressions: exact fractions where possible, else 40 digits.
 
 An expression with free variables is evaluated at fixed points that depend on the variables' names only; two expressions
-that agree there to 12 digits are the same for all practical purposes (Schwartz-Zippel). Every operation is bounded
+that agree there to 20 digits are the same for all practical purposes (Schwartz-Zippel). Every operation is bounded
 before it is done, so that no tower, factorial or product costs more than microseconds: `TooLarge` is raised instead.
 """
 
@@ -377,7 +377,7 @@ _ZERO = 1e-30  # what 40 digits leave of an exact zero
 
 
 def number_text(value: Value) -> str:
-    """A value as text: whole numbers exactly, anything else to 12 significant digits; equal text is equal value."""
+    """A value as text: whole numbers exactly, anything else to 20 significant digits; equal text is equal value."""
     if isinstance(value, Fraction):
         return str(value.numerator) if value.denominator == 1 else _real_text(inexact(value))
     real, imaginary = value.real, value.imag
@@ -392,9 +392,9 @@ def _real_text(value: Value) -> str:
     if not value:
         return "0"
     nearest = ctx.nint(value)
-    if nearest and abs(value) < 10**12 and abs(value - nearest) <= abs(value) * ctx.mpf(10) ** -12:
+    if nearest and abs(value) < 10**20 and abs(value - nearest) <= abs(value) * ctx.mpf(10) ** -20:
         return str(int(nearest))
-    text: str = ctx.nstr(value, 12, min_fixed=-5, max_fixed=13)
+    text: str = ctx.nstr(value, 20, min_fixed=-5, max_fixed=21)
     return text
 
 
