@@ -39,7 +39,7 @@ def train(recipe: Recipe, *, resume: bool = False) -> RunFolder:
     Raises:
         UserError: the recipe, data, models or the output folder cannot be used. Nothing is half-written then.
     """
-    from umad.learning.checkpoint import latest_checkpoint
+    from umad.learning.checkpoint import latest_checkpoint, remove_leftovers
 
     if recipe.training is None:
         raise UserError("training: is missing; this recipe only evaluates (umad eval)")
@@ -58,6 +58,8 @@ def train(recipe: Recipe, *, resume: bool = False) -> RunFolder:
     policies = {agent.config.name: build.policy_for(recipe, agent, steps) for agent in loaded}
     prepared = time.perf_counter() - start
     folder = start_folder(recipe, resume=resume)
+    if resume:
+        remove_leftovers(folder.path)
     checkpoint = latest_checkpoint(folder.path) if resume else None
     with build.grader_of(recipe) as grader, Sinks(folder.path, recipe, steps=steps, prepared=prepared) as sinks:
         driver = Driver(agents, prompts, grader)
