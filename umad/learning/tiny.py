@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from umad.engines.models import umad_cache
 from umad.learning.tiny_lessons import Batch, Teacher, collate
-from umad.learning.tiny_tokenizers import DIGITS, NUMBERS, TokenizerSpec, build_tokenizer
+from umad.learning.tiny_tokenizers import build_tokenizer
 from umad.records import UserError
 from umad.tasks import arithmetic
 
@@ -47,12 +47,12 @@ class TinySpec:
     heads: int
     kv_heads: int
     intermediate: int
-    tokenizer: TokenizerSpec
+    tokenizer: str
 
 
 SPECS = {
-    "tiny:qwen2": TinySpec("qwen2", 64, 3, 4, 2, 192, DIGITS),
-    "tiny:qwen3": TinySpec("qwen3", 72, 3, 4, 2, 224, NUMBERS),
+    "tiny:qwen2": TinySpec("qwen2", 64, 3, 4, 2, 192, "digits"),
+    "tiny:qwen3": TinySpec("qwen3", 72, 3, 4, 2, 224, "numbers"),
 }
 
 
@@ -61,11 +61,10 @@ class WarmStart:
     """How long and how an agent is taught."""
 
     target: float = 0.6
-    """Share of unseen debate turns that it should solve at `temperature`."""
+    """Share of unseen lessons, half first and half debate turns, that it should solve at `temperature`."""
     temperature: float = 0.6
-    debates_from: float = 0.3
-    """Share of first turns it must solve before half of the lessons are debate turns: first turns are far shorter, and
-    what is learned from them carries over."""
+    debate_every: int = 3
+    """One in so many batches is of debate turns, the others of first turns, which are far shorter and teach as much."""
     max_steps: int = 1500
     batch: int = 64
     check_every: int = 5
@@ -195,32 +194,29 @@ def warm_start(
     teacher = Teacher(tokenizer)
     supply = list(arithmetic.problems(1, "train", seed))
     unseen, taught = supply[: plan.check_problems], supply[plan.check_problems :]
-    checks = {debate: collate([teacher.lesson(p, debate, rng) for p in unseen]) for debate in (False, True)}
+    checks = [collate([teacher.lesson(p, debate, rng) for p in unseen]) for debate in (False, True)]
     optimisers = _optimisers(model, plan)
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(plan.average)
     )
-    debating, solved, step = False, 0.0, 0
+    solved, first, debate, step = 0.0, 0.0, 0.0, 0
     model.train()
     while solved < plan.target and step < plan.max_steps:
         step += 1
-        debate = debating and step % 2 == 0
-        batch = collate([teacher.lesson(rng.choice(taught), debate, rng) for _ in range(plan.batch)])
+        is_debate = step % plan.debate_every == 0
+        batch = collate([teacher.lesson(rng.choice(taught), is_debate, rng) for _ in range(plan.batch)])
         _learn(model, batch, optimisers, min(1.0, step / plan.warmup))
         average.update_parameters(model)
         if step % plan.check_every == 0:
-            share = share_solved(average.module, checks[debating], plan.temperature)
-            if debating:
-                solved = share
-            debating = debating or share >= plan.debates_from
+            first, debate = (share_solved(average.module, check, plan.temperature) for check in checks)
+            solved = (first + debate) / 2
             if progress:
-                progress(step, plan.max_steps, f"{share:.0%} of {'debate' if debating else 'first'} turns right")
+                progress(step, plan.max_steps, f"{first:.0%} of first and {debate:.0%} of debate turns right")
     if solved < plan.target:
-        raise RuntimeError(f"the warm start solves {solved:.2f} of the debate turns after {step} steps")
+        raise RuntimeError(f"the warm start solves only {solved:.2f} of its lessons after {step} steps")
     model.load_state_dict(average.module.state_dict())
     model.eval()
-    first = share_solved(model, checks[False], plan.temperature)
-    return {"steps": step, "first_turns": round(first, 4), "debate_turns": round(solved, 4)}
+    return {"steps": step, "first_turns": round(first, 4), "debate_turns": round(debate, 4)}
 
 
 def _optimisers(model: PreTrainedModel, plan: WarmStart) -> list[tuple[torch.optim.Optimizer, float]]:

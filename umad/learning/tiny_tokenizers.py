@@ -1,25 +1,21 @@
 """Two tokenizers for the tiny agents, unlike on purpose: other units, other ids, other special tokens, other template.
 
-Both write `\\boxed{` as one token and fall back on single characters of printable ASCII, so any prompt can be encoded
-(what lies outside becomes the unknown token) and responses stay short.
+Both are the real thing, folders that `AutoTokenizer` and vLLM load, with the box's opening as one token so that responses
+stay short.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
-_CHARACTERS = ["\n", *map(chr, range(32, 127))]
-_BOX = "\\boxed{"
-
-_DIGITS_TEMPLATE = (
+_PLAIN_TEMPLATE = (
     "{%- for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor -%}"
     "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif -%}"
 )
-_NUMBERS_TEMPLATE = (
+_CHATML_TEMPLATE = (
     "{%- for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor -%}"
@@ -27,61 +23,52 @@ _NUMBERS_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerSpec:
-    """`units` are what a word of the vocabulary can be, longest first; `specials` never arise from plain text."""
-
-    pad: str
-    eos: str
-    unknown: str
-    specials: tuple[str, ...]
-    words: tuple[str, ...]
-    pattern: str
-    template: str
-
-    def vocabulary(self) -> dict[str, int]:
-        tokens = (self.pad, self.eos, self.unknown, *self.specials, *self.words)
-        return {token: number for number, token in enumerate(tokens)}
+def build_tokenizer(kind: str, max_length: int) -> PreTrainedTokenizerBase:
+    """`digits`: one token a byte. `numbers`: one token for two digits. Decoding gives back the text that was encoded, for
+    any text (`digits`) or for printable ASCII and newlines (`numbers`)."""
+    return _digits(max_length) if kind == "digits" else _numbers(max_length)
 
 
-DIGITS = TokenizerSpec(
-    pad="<|pad|>",
-    eos="<|end|>",
-    unknown="<|unk|>",
-    specials=("<|system|>", "<|user|>", "<|assistant|>"),
-    words=(*_CHARACTERS, _BOX),
-    pattern=r"\\boxed\{|[\s\S]",
-    template=_DIGITS_TEMPLATE,
-)
-"""One token a character."""
+def _digits(max_length: int) -> PreTrainedTokenizerBase:
+    """Byte-level BPE. transformers gives every Qwen2 model this class, whatever the folder says, so it must be it."""
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Tokenizer
 
-NUMBERS = TokenizerSpec(
-    pad="<|endoftext|>",
-    eos="<|im_end|>",
-    unknown="<|unknown|>",
-    specials=("<|im_start|>",),
-    words=("system", "user", "assistant", _BOX, *(f"{n:02d}" for n in range(100)), *reversed(_CHARACTERS)),
-    pattern=r"\\boxed\{|system|user|assistant|[0-9]{2}|[\s\S]",
-    template=_NUMBERS_TEMPLATE,
-)
-"""Two digits are one token, the other way round in the vocabulary, ChatML."""
+    box = "\\boxed"
+    merges = [(box[:n], box[n]) for n in range(1, len(box))]
+    specials = ["<|system|>", "<|user|>", "<|assistant|>"]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges), "<|pad|>", "<|end|>", *specials]
+    return Qwen2Tokenizer(
+        vocab={token: number for number, token in enumerate(tokens)},
+        merges=merges,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        unk_token="<|pad|>",  # never needed: every byte is known
+        extra_special_tokens=specials,
+        chat_template=_PLAIN_TEMPLATE,
+        model_max_length=max_length,
+        padding_side="left",
+    )
 
 
-def build_tokenizer(spec: TokenizerSpec, max_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer whose decoding gives back the text that was encoded, for printable ASCII and newlines."""
+def _numbers(max_length: int) -> PreTrainedTokenizerBase:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.WordLevel(spec.vocabulary(), unk_token=spec.unknown))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(spec.pattern), "isolated")
+    specials = ["<|endoftext|>", "<|im_end|>", "<|unknown|>", "<|im_start|>"]
+    words = ["system", "user", "assistant", "\\boxed{", *(f"{n:02d}" for n in range(100))]
+    tokens = [*specials, *words, *map(chr, range(126, 31, -1)), "\n"]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|unknown|>"))
+    pattern = Regex(r"\\boxed\{|system|user|assistant|[0-9]{2}|[\s\S]")
+    backend.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        pad_token=spec.pad,
-        eos_token=spec.eos,
-        unk_token=spec.unknown,
-        additional_special_tokens=list(spec.specials),
-        chat_template=spec.template,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        unk_token="<|unknown|>",
+        extra_special_tokens=["<|im_start|>"],
+        chat_template=_CHATML_TEMPLATE,
         model_max_length=max_length,
         padding_side="left",
         clean_up_tokenization_spaces=False,
