@@ -164,7 +164,7 @@ def compare(
 ) -> None:
     """Paired statistics between two evaluations: differences with intervals, McNemar, Holm.
 
-    Example: umad compare runs/a/eval/step_000000 runs/a/eval/step_000150
+    Example: umad compare runs/a/eval/step_000000 runs/a/eval/step_000120
     """
     from umad.runs.tables import compare_command
 
