@@ -360,6 +360,8 @@ class Recipe(Section):
             )
         if self.debate.grouping == "shared_context" and self.debate.protocol != "mad":
             raise KeyedError("debate.grouping", "shared_context is only defined for protocol 'mad'")
+        if self.evaluation.decomposition.sampling == "shared_context" and self.debate.protocol != "mad":
+            raise KeyedError("evaluation.decomposition.sampling", "shared_context is only defined for protocol 'mad'")
         return self
 
     @property

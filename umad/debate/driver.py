@@ -51,7 +51,7 @@ def jobs_for(problems: Sequence[Problem], rollouts: int, *, together: bool = Fal
 class Driver:
     """Runs jobs with one set of agents, prompts and one grader.
 
-    `on_response` and `on_debate` are told of everything that is finished, in the order of finishing; they must not raise.
+    `on_response` is told of every request that is finished; it must not raise.
     `timings` collects the seconds spent in generation and grading.
     """
 
@@ -59,7 +59,6 @@ class Driver:
     prompts: Prompts
     grader: Grader
     on_response: Callable[[Request], None] | None = None
-    on_debate: Callable[[Debate], None] | None = None
     timings: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "grade": 0.0})
 
     def run(
@@ -95,15 +94,8 @@ class Driver:
             for job in jobs
         ]
 
-        async def one(table: Table) -> list[Debate]:
-            debates = await _finish(table, protocol, seed, mode)
-            for debate in debates:
-                if self.on_debate:
-                    self.on_debate(debate)
-            return debates
-
         async def everything() -> list[list[Debate]]:
-            return await asyncio.gather(*(one(table) for table in tables))
+            return await asyncio.gather(*(_finish(table, protocol, seed, mode) for table in tables))
 
         finished = _run_loop(everything, session)
         return [debate for group in finished for debate in group]

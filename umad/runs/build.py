@@ -248,12 +248,14 @@ class Debater:
 
         protocol = protocol_of(self.recipe, turns)
         jobs = jobs_for(problems, rollouts, together=mode == "shared_context")
-        with progress(f"debating ({label})", total=len(problems) * rollouts, unit="debates") as bar:
-            self.driver.on_debate = lambda _: bar.advance()
+        turns = getattr(protocol.settings, "turns", None)
+        total = None if turns is None else len(problems) * rollouts * turns * len(self.driver.agents)
+        with progress(f"debating ({label})", total=total, unit="responses") as bar:
+            self.driver.on_response = lambda _: bar.advance()
             try:
                 return self.driver.run(jobs, protocol, sampling, self.recipe.evaluation.seed, f"eval/{label}", mode)
             finally:
-                self.driver.on_debate = None
+                self.driver.on_response = None
 
 
 def policy_for(recipe: Recipe, agent: Loaded, steps: int) -> Any:

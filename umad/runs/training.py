@@ -107,8 +107,8 @@ def _steps(run: _Run, first: int, bar: Any) -> None:
             begun = time.perf_counter()
             _save(run, step)
             saving = {"time/save": time.perf_counter() - begun}
-        _evaluate_if_due(run, step)
         bar.advance()
+        _evaluate_if_due(run, step)
 
 
 _SILENT = (
