@@ -60,7 +60,7 @@ SPECS = {
 class WarmStart:
     """How long and how an agent is taught."""
 
-    target: float = 0.6
+    target: float = 0.57
     """Share of unseen lessons, half first and half debate turns, that it should solve at `temperature`."""
     temperature: float = 0.6
     debate_every: int = 3
