@@ -32,7 +32,8 @@ class Problem:
     """One problem with its reference answer.
 
     `gold` is None where no answer is known: such problems can be debated and analysed, never graded or trained on.
-    `alternatives` are further accepted answers. `kind` names how answers are compared (see `umad.grading`).
+    `alternatives` are further accepted answers; `required` are needed beside `gold`, in any order. `kind` names how
+    answers are compared (see `umad.grading`), `choices` are the options' texts in the order A, B, ...
     """
 
     id: str
@@ -41,6 +42,8 @@ class Problem:
     kind: str = "math"
     alternatives: tuple[str, ...] = ()
     source: str = ""
+    required: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -197,6 +200,9 @@ class Decision:
         return {"answer": self.answer, "correct": self.correct, "rule": self.rule}
 
 
+_PROBLEM_LISTS = ("alternatives", "required", "choices")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Debate:
     """One debate of one problem. `error` says why it ended early; its turns up to there are kept."""
@@ -238,6 +244,9 @@ class Debate:
             "decision": self.decision.to_row() if self.decision else None,
             "cost": self.cost.to_row(),
         }
+        for name in _PROBLEM_LISTS:
+            if values := getattr(self.problem, name):
+                row[name] = list(values)
         if self.error is not None:
             row["error"] = self.error
         return row
@@ -257,6 +266,9 @@ class Debate:
                 question=str(row.get("question") or "?"),
                 gold=None if gold is None else str(gold),
                 kind=row.get("kind", "math"),
+                alternatives=tuple(map(str, row.get("alternatives") or ())),
+                required=tuple(map(str, row.get("required") or ())),
+                choices=tuple(map(str, row.get("choices") or ())),
             ),
             protocol=str(row.get("protocol", "unknown")),
             agents=tuple(str(a) for a in row["agents"]),

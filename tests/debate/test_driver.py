@@ -162,3 +162,19 @@ def test_ten_thousand_debates_at_once() -> None:
     debates = driver.run(jobs_for(problems, 1), load_protocol("mad", 5), SAMPLING, 0, "test")
     assert len(debates) == 2000
     assert time.perf_counter() - start < 20
+
+
+def test_a_problems_alternatives_required_answers_and_choices_reach_the_grader() -> None:
+    problems = [
+        Problem("roots", "x^2=4", "2", required=("-2",)),
+        Problem("one", "1/2?", "1/2", alternatives=("7",)),
+        Problem("which", "A or B?", "B", kind="choice", choices=("red", "blue")),
+    ]
+    texts = {"roots": [boxed("2, -2"), boxed(2)], "one": [boxed(7), boxed(8)], "which": ["blue", "red"]}
+
+    def script(request: Request) -> str:
+        instance, rollout, *_ = request.key
+        return texts[problems[instance].id][rollout]
+
+    debates = driver_of({"a": script}).run(jobs_for(problems, 2), load_protocol("single"), SAMPLING, 0, "test")
+    assert [d.turns[0][0].correct for d in debates] == [True, False] * 3

@@ -334,3 +334,20 @@ def test_published_problem_files_load_as_they_are(file, name, n):
     assert len(problems) == n
     assert skipped == []
     assert all(p.kind == ("choice" if file == "commonsenseqa_dev" else "math") for p in problems)
+
+
+def test_a_row_may_have_its_own_kind_alternatives_and_several_required_answers(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"problem": "roots of x^2=4?", "answer": "2", "required": ["-2"]},
+        {"problem": "capital of France?", "answer": "Paris", "alternatives": ["City of Light"], "answer_kind": "text"},
+        {"problem": "which?", "answer": "B", "choices": ["red", "blue"]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    roots, capital, which = load_problems(SourceConfig(path=str(path)), "eval").problems
+    assert (roots.required, roots.kind) == (("-2",), "math")
+    assert (capital.alternatives, capital.kind) == (("City of Light",), "text")
+    assert which.choices == ("red", "blue")
+    path.write_text(json.dumps({**rows[0], "answer_kind": "code:os:system"}) + "\n")
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: answer_kind"):
+        load_problems(SourceConfig(path=str(path)), "eval")

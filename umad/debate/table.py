@@ -180,7 +180,14 @@ def _response(agent: Agent, turn: int, prompt: Prompt, generation: Generation) -
 
 def _item(problem: Problem, text: str) -> GradeItem:
     # without a gold only the answer and its class are of use; `with_grade` drops the verdict
-    return GradeItem(problem.gold or "", text, problem.kind, problem.alternatives)
+    gold = problem.gold or ""
+    return GradeItem(
+        (gold, *problem.required) if problem.required else gold,
+        text,
+        problem.kind,
+        problem.alternatives,
+        problem.choices,
+    )
 
 
 def with_grade(response: Response, grade: Grade, problem: Problem) -> Response:

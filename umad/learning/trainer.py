@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from umad.config import Recipe
 from umad.debate.driver import Driver, jobs_for
 from umad.debate.protocols import Protocol
+from umad.grading import STATUSES
 from umad.learning.advantages import assign_advantages
 from umad.learning.rewards import RewardFunction, load_functions, reward_debate, reward_metrics
 from umad.learning.samples import samples_of, write_back
@@ -182,5 +183,8 @@ def debate_metrics(debates: Sequence[Debate]) -> Iterator[tuple[str, float]]:
         yield f"agent/{agent}/truncated", sum(r.truncated for r in responses) / n
         yield f"agent/{agent}/unparsed", sum(r.answer is None for r in responses) / n
         yield f"agent/{agent}/ungraded", float(sum(r.correct is None for r in responses))
+        statuses = Counter(r.status for r in responses)
+        for status in STATUSES:
+            yield f"agent/{agent}/grade_{status}", float(statuses[status])
         yield f"agent/{agent}/length", sum(r.completion_tokens for r in responses) / n
         yield f"agent/{agent}/shortened", float(sum(r.shortened > 0 for r in responses))

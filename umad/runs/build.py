@@ -86,9 +86,14 @@ def gold_faults(problems: Sequence[Problem]) -> list[str | None]:
     from umad.grading import check_golds
 
     faults: list[str | None] = [None] * len(problems)
-    known = [(i, p) for i, p in enumerate(problems) if p.gold is not None]
-    for fault in check_golds([(p.gold, p.kind) for _, p in known]):
-        faults[known[fault.index][0]] = fault.reason
+    golds = [
+        (i, gold, p.kind)
+        for i, p in enumerate(problems)
+        if p.gold is not None
+        for gold in (p.gold, *p.required, *p.alternatives)
+    ]
+    for fault in check_golds([(gold, kind) for _, gold, kind in golds]):
+        faults[golds[fault.index][0]] = fault.reason
     return faults
 
 

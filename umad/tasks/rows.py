@@ -10,6 +10,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from umad.grading.extract import unbox
+from umad.grading.kinds import KINDS
 from umad.records import Problem
 from umad.tasks.sets import ANSWER_FIELDS, ID_FIELDS, QUESTION_FIELDS
 
@@ -29,17 +30,40 @@ class Fields:
 
 
 def to_problem(row: Mapping[str, Any], fields: Fields, kind: str | None, default_id: str, source: str) -> Problem:
-    """Reads one row. A gold that is given as null stays None; everything else that is missing is a `BadRow`."""
+    """Reads one row. A gold that is given as null stays None; everything else that is missing is a `BadRow`.
+
+    `kind` is the data set's; a row's own `answer_kind` wins. `alternatives` (other right answers) and `required` (needed
+    beside the answer) are lists; an answer that is itself a list holds alternatives.
+    """
     question = _text(_pick(row, fields.question, QUESTION_FIELDS), "question")
     options = _options(row["choices"]) if row.get("choices") else {}
-    if kind is None:
-        kind = "choice" if options else "math"
+    kind = _kind(row.get("answer_kind")) or kind or ("choice" if options else "math")
     gold, alternatives = _gold(row, fields.answer)
+    alternatives += _list(row, "alternatives")
+    required = _list(row, "required")
     if options and kind == "choice":
         question = "\n".join([question, *(f"{letter}. {text}" for letter, text in options.items())])
         gold = _letter(gold, row, fields.answer, options)
     identity = next((row[name] for name in ID_FIELDS if row.get(name) not in (None, "")), default_id)
-    return Problem(str(identity), question, gold, kind, alternatives, source)
+    return Problem(str(identity), question, gold, kind, alternatives, source, required, tuple(options.values()))
+
+
+def _kind(value: Any) -> str | None:
+    """A row's own kind. Data names no code to run: a user's function is chosen in the recipe only."""
+    if value is None:
+        return None
+    if value not in KINDS:
+        raise BadRow(f"answer_kind {value!r} is none of {', '.join(KINDS)}")
+    return str(value)
+
+
+def _list(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = row.get(name)
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        raise BadRow(f"{name} is not a list but {type(value).__name__}")
+    return tuple(_answer(item) for item in value)
 
 
 def _pick(row: Mapping[str, Any], chosen: str | None, usual: Sequence[str]) -> Any:
