@@ -155,13 +155,13 @@ def test_runs_inside_a_running_event_loop() -> None:
     assert len(asyncio.run(notebook())) == 5
 
 
-def test_ten_thousand_debates_at_once() -> None:
+def test_two_thousand_debates_at_once_take_seconds() -> None:
     driver = driver_of({"a": lambda r: boxed(1), "b": lambda r: boxed(2)})
     problems = [Problem(f"p{i}", "1+0=?", "1") for i in range(2000)]
-    start = time.perf_counter()
+    start = time.process_time()
     debates = driver.run(jobs_for(problems, 1), load_protocol("mad", 5), SAMPLING, 0, "test")
     assert len(debates) == 2000
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 15
 
 
 def test_a_problems_alternatives_required_answers_and_choices_reach_the_grader() -> None:

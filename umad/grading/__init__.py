@@ -6,7 +6,7 @@ from umad.grading.default import default_grader, equal
 from umad.grading.extract import extract
 from umad.grading.file import FileSummary, grade_file
 from umad.grading.golds import GoldFault, check_golds
-from umad.grading.grader import STATUSES, Grade, Grader, GradeItem
+from umad.grading.grader import STATUSES, Grade, GradeItem, Grader
 from umad.grading.keys import NO_ANSWER, class_key
 from umad.grading.kinds import KINDS, check_kind, is_kind
 from umad.grading.texts import token_f1
