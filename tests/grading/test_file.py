@@ -110,3 +110,9 @@ def test_a_grader_that_is_passed_stays_open(tmp_path):
         assert grade_file(source, grader=grader).right == 1
         assert grade_file(source, grader=grader).right == 1
         assert grader.workers_started == 1
+
+
+def test_an_empty_list_of_golds_is_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"gold": [], "candidate": "1"}])
+    with pytest.raises(UserError, match=r"a\.jsonl:1: 'gold' is an empty list"):
+        grade_file(path)

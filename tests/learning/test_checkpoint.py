@@ -372,3 +372,14 @@ def test_a_real_recipe_equals_itself():
     text = "{name: x, agents: [{name: a, model: m}], training: {steps: 3}, data: {train: {name: gsm8k}}}"
     recipe = parse_recipe(text).model_dump(mode="json")
     assert recipe_differences(json.loads(json.dumps(recipe)), recipe) == []
+
+
+@pytest.mark.parametrize("content", ['{"files": [1]}', '{"files": 3}', "[]"])
+def test_a_sentinel_of_another_shape_marks_an_incomplete_checkpoint(content, tmp_path):
+    folder = tmp_path / "checkpoints" / "step_000001"
+    (folder / "_training").mkdir(parents=True)
+    (folder / "_training" / "complete.json").write_text(content)
+    (tmp_path / "checkpoints" / "step_²").mkdir()  # str.isdigit says yes, int() says no
+    assert missing_parts(folder)
+    assert checkpoint_folders(tmp_path) == [folder]
+    assert latest_checkpoint(tmp_path) is None

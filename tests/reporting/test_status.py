@@ -95,3 +95,9 @@ def test_a_folder_that_is_no_run_is_the_users_error(tmp_path: Path) -> None:
         status(tmp_path)
     with pytest.raises(UserError, match="no such folder"):
         status(tmp_path / "nowhere")
+
+
+def test_a_folder_whose_digits_are_no_number_is_no_checkpoint(make_run: MakeRun) -> None:
+    run = make_run()
+    (run / "checkpoints" / "step_²").mkdir(parents=True)
+    assert all(isinstance(step, int) for step in status(run)["checkpoints"])

@@ -108,3 +108,9 @@ def test_numbers_are_written_as_people_write_them() -> None:
         *("–", "–", "0", "12,345", "0.713", "2.1e-06", "123.5")
     ]
     assert [percent(v) for v in (None, 0.1234, math.nan)] == ["–", "12.3%", "–"]
+
+
+def test_an_axis_survives_values_whose_distance_overflows() -> None:
+    made = axis([-1.7e308, 0.0, 1.0, 1.7e308])
+    assert made.low <= 0
+    assert 1 <= made.high < 10

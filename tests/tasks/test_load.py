@@ -351,3 +351,9 @@ def test_a_row_may_have_its_own_kind_alternatives_and_several_required_answers(t
     path.write_text(json.dumps({**rows[0], "answer_kind": "code:os:system"}) + "\n")
     with pytest.raises(UserError, match=r"rows\.jsonl:1: answer_kind"):
         load_problems(SourceConfig(path=str(path)), "eval")
+
+
+def test_json_nested_beyond_reason_is_a_broken_row(tmp_path):
+    path = write(tmp_path / "a.jsonl", row(0), "[" * 100_000)
+    with pytest.raises(UserError, match=r"a\.jsonl:2: not a line of JSON"):
+        load(path)

@@ -159,6 +159,8 @@ def _item(path: Path, number: int, row: dict[str, Any], kind: str, unknown: Coun
             unknown[str(own)] += 1
         own = None
     gold = row["gold"]
+    if gold == []:
+        raise UserError(f"{where}: 'gold' is an empty list")
     return GradeItem(
         gold=tuple(_text(one, where, "gold") for one in gold) if isinstance(gold, list) else _text(gold, where, "gold"),
         text=text,

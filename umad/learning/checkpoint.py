@@ -84,7 +84,7 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 def checkpoint_folders(run: Path) -> list[Path]:
     """All checkpoint folders of a run by step, complete or not."""
-    found = [path for path in _checkpoints(run).glob("step_*") if path.is_dir() and path.name[5:].isdigit()]
+    found = [path for path in _checkpoints(run).glob("step_*") if path.is_dir() and path.name[5:].isdecimal()]
     return sorted(found, key=checkpoint_step)
 
 
@@ -96,9 +96,9 @@ def missing_parts(folder: Path) -> list[str]:
     """What makes a checkpoint incomplete: files that its sentinel names and that are missing or of another size."""
     try:
         files = json.loads((folder / TRAINING / SENTINEL).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return [name for name, size in files.items() if _size(folder / name) != size]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return [f"{TRAINING}/{SENTINEL}"]
-    return [name for name, size in files.items() if _size(folder / name) != size]
 
 
 def load_checkpoint(

@@ -98,4 +98,4 @@ def _last_write(run: Path) -> float | None:
 def _checkpoints(run: Path) -> list[int]:
     folder = run / "checkpoints"
     found = [path.name[5:] for path in folder.glob("step_*") if path.is_dir()] if folder.is_dir() else []
-    return sorted(int(name) for name in found if name.isdigit())
+    return sorted(int(name) for name in found if name.isdecimal())

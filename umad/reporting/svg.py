@@ -58,7 +58,8 @@ def axis(values: Iterable[float], *, count: int = 4, whole: bool = False, zero: 
 
     `whole`: ticks at whole numbers only. `zero`: the axis starts at 0 (or below, for negative values).
     """
-    known = [value for value in values if math.isfinite(value)]
+    # beyond 1e300 the distance between two values can overflow
+    known = [value for value in values if math.isfinite(value) and abs(value) <= 1e300]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)

@@ -181,7 +181,7 @@ def _jsonl_rows(path: Path) -> Iterator[_Row]:
         where = f"{path}:{number}"
         try:
             row = json.loads(line.decode("utf-8-sig"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             yield _Row(where, None, f"not a line of JSON ({error})")
             continue
         if isinstance(row, dict):
