@@ -74,9 +74,13 @@ def test_both_parts_are_run_as_the_recipe_says():
 
 def test_a_part_of_no_problems_is_left_out_and_two_such_parts_are_an_error():
     runner = Runner()
-    found = evaluate(runner, problems(20), config(decomposition={"problems": 0}), turns=2, max_tokens=64)
+    several = config(accuracy={"problems": 12, "rollouts": 4}, decomposition={"problems": 0})
+    found = evaluate(runner, problems(20), several, turns=2, max_tokens=64)
     assert [call[-1] for call in runner.calls] == ["accuracy"]
-    assert "1 rollout" in found.summary["uncertainty"]["refused"]
+    # 4 rollouts would do for a split, but these were drawn at accuracy's temperature
+    assert "decomposition.problems: 0" in found.summary["uncertainty"]["refused"]
+    assert found.summary["n_debates"] == {"accuracy": 48, "decomposition": 0}
+    assert found.summary["sampling"]["decomposition"]["problems"] == 0
 
     found = evaluate(Runner(), problems(20), config(accuracy={"problems": 0}), turns=2, max_tokens=64)
     assert found.summary["sampling"]["accuracy"]["temperature"] == 1.0

@@ -98,7 +98,7 @@ def _marked(debate: Debate, part: str, mode: str, sampling: Sampling) -> Debate:
 def analyze(debates: Sequence[Debate], *, draws: int = 10_000, seed: int = 0) -> dict[str, Any]:
     """The content of `uncertainty.json`: the decomposition (or `refused` with the reason), flips, agreement and accuracy.
 
-    All debates serve for both where none is marked as part of an evaluation.
+    Debates that are not marked as part of an evaluation serve for both.
     """
     summary = summarise(debates, draws=draws, seed=seed)
     kept = (

@@ -58,16 +58,19 @@ def summarise(
 
 
 def accuracy_part(debates: Sequence[Debate]) -> list[Debate]:
-    return _part(debates, ACCURACY)
+    """All debates where none is marked so: what the decomposition part drew is then the only accuracy there is, and
+    `sampling` says how it was drawn."""
+    return _marked(debates, ACCURACY) or list(debates)
 
 
 def decomposition_part(debates: Sequence[Debate]) -> list[Debate]:
-    return _part(debates, DECOMPOSITION)
+    """Empty where an evaluation left the decomposition out: answers drawn for accuracy (cooler, top-p cut) would pass for
+    less uncertainty than there is."""
+    return _marked(debates, DECOMPOSITION) or [debate for debate in debates if "part" not in debate.sampling]
 
 
-def _part(debates: Sequence[Debate], name: str) -> list[Debate]:
-    marked = [debate for debate in debates if debate.sampling.get("part") == name]
-    return marked or list(debates)
+def _marked(debates: Sequence[Debate], name: str) -> list[Debate]:
+    return [debate for debate in debates if debate.sampling.get("part") == name]
 
 
 def uncertainty(debates: Sequence[Debate], *, draws: int = 10_000, seed: int = 0) -> dict[str, Any]:
@@ -78,7 +81,10 @@ def uncertainty(debates: Sequence[Debate], *, draws: int = 10_000, seed: int = 0
     mean's standard error from the rollouts alone; `rollout_bias`: how far the plug-in form overstates, by the same draws.
     Problems with fewer than two rollouts of an agent are left out; where none is left, `{"refused": reason}`.
     """
-    good = _succeeded(decomposition_part(debates))
+    pool = decomposition_part(debates)
+    if debates and not pool:
+        return {"refused": "the evaluation left the decomposition out (evaluation.decomposition.problems: 0)"}
+    good = _succeeded(pool)
     table = tabulate(good)
     split = decompose(table)
     enough = split.rollouts >= 2
