@@ -74,6 +74,14 @@ def test_the_number_of_steps_of_epochs_comes_from_the_run_itself(make_run: MakeR
     assert status(run)["steps"] == 60
 
 
+def test_a_run_that_was_resumed_for_longer_and_killed_is_not_finished(make_run: MakeRun) -> None:
+    run = make_run(steps=30)
+    (run / "config.yaml").write_text("name: r\ntraining: {steps: 30}\n")
+    note(run, steps=60, ended=time.time())
+    found = status(run)
+    assert (found["state"], found["step"], found["steps"]) == ("stopped", 30, 60)
+
+
 def test_sinks_mark_a_run_as_running_and_then_as_stopped(tmp_path: Path, make_run: MakeRun) -> None:
     from umad.recipe_io import load_recipe
 

@@ -40,8 +40,6 @@ class TransformersEngine:
     Interrupted at any moment (Ctrl-C, out of memory), the engine starts the responses in work again at the next `pump`.
     """
 
-    on_idle_only = True
-
     def __init__(
         self,
         model: PreTrainedModel,

@@ -57,8 +57,9 @@ def status(run_folder: str | Path) -> dict[str, Any]:
 
 
 def _steps(recipe: Mapping[str, Any], state: Mapping[str, Any]) -> int | None:
-    """The recipe's, or what the trainer made of its epochs."""
-    for value in (mapping(recipe.get("training")).get("steps"), state.get("steps")):
+    """What the process that wrote last set out to do (its epochs are steps, and a resume may have changed them), else the
+    recipe's."""
+    for value in (state.get("steps"), mapping(recipe.get("training")).get("steps")):
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     return None
