@@ -122,3 +122,52 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
 
 def test_control_characters_in_a_recipe_are_an_error_not_a_traceback() -> None:
     assert "YAML" in error("name: \x00\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x: !!python/object/apply:os.system [ls]\n",
+        "x: !foo bar\n",
+        "<<: 3\n",
+        "seed: 2020-13-45\n",
+        "seed: " + "9" * 6000 + "\n",
+        "agents: &a [*a]\n",
+        "debate: &d {settings: *d}\n",
+        "agents: " + "[" * 3000 + "\n",
+        "? [a, b]\n: 2\n",
+        "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else '1'}]\n" for i in range(10)),
+    ],
+    ids=["python", "tag", "merge", "date", "digits", "itself", "map-itself", "deep", "list-key", "aliases"],
+)
+def test_yaml_that_no_recipe_needs_is_one_error_with_its_line(text: str) -> None:
+    message = error(text)
+    assert message.startswith("r.yaml")
+    assert len(message) < 500
+
+
+@pytest.mark.parametrize("value", ["2020-99-99", "!!int abc", "9" * 5000, "[" * 3000])
+def test_an_override_whose_value_cannot_be_read_is_quoted(value: str) -> None:
+    assert error(GOOD, f"seed={value}").startswith("override 'seed=") or "override seed=" in error(
+        GOOD, f"seed={value}"
+    )
+
+
+def test_overrides_take_only_plain_digits_as_places() -> None:
+    assert "list of 2" in error(GOOD, "agents.\u0660.name=x")
+    assert "empty part" in error(GOOD, "training..steps=3")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.learning_rate=.inf",
+        "reward.influence.eta=.inf",
+        "advantage.weight.alpha=.nan",
+        "sampling.temperature=.inf",
+        "training.betas=[2, -1]",
+        "engine.max_batch=99999999999999999999",
+    ],
+)
+def test_numbers_that_would_fail_later_are_refused_at_once(override: str) -> None:
+    assert override.partition("=")[0] in error(GOOD, override)

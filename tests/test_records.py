@@ -57,7 +57,19 @@ def test_rows_of_other_tools_need_only_agents_and_turns(tmp_path: Path) -> None:
     assert found.problem.id == "7"
 
 
-@pytest.mark.parametrize("row", ["{}", '{"problem_id": 1, "agents": ["a"], "turns": [[{"text": "x"}]]}', "[]", "{"])
+ODD = [
+    '{"problem_id": 1, "agents": ["a"], "turns": [], "rollout": 1e999}',
+    '{"problem_id": 1, "agents": ["a"], "turns": [[{"agent": "a", "answer": {}}]]}',
+    '{"problem_id": 1, "agents": ["a"], "turns": [[{"agent": "a", "correct": "yes"}]]}',
+    '{"problem_id": 1, "agents": ["a"], "turns": [], "cost": {"calls": "x"}}',
+    '{"problem_id": 1, "agents": ["a"], "turns": [], "sampling": [1]}',
+    "[" * 100_000,
+]
+
+
+@pytest.mark.parametrize(
+    "row", ["{}", '{"problem_id": 1, "agents": ["a"], "turns": [[{"text": "x"}]]}', "[]", "{", *ODD]
+)
 def test_a_broken_row_is_named_by_file_and_line(tmp_path: Path, row: str) -> None:
     path = tmp_path / "debates.jsonl"
     path.write_text(to_json(debate().to_row()) + "\n" + row + "\n")
@@ -100,3 +112,11 @@ def test_records_are_validated_on_construction() -> None:
         Sample("a", (0, "a", 0), ids, ids, np.zeros(2, np.float32), 1.0)
     with pytest.raises(ValueError, match="differ"):
         Debate(Problem("p", "q", "1"), "mad", ("a", "a"), ())
+
+
+def test_a_row_that_is_nested_without_end_is_refused() -> None:
+    row: dict[str, object] = {}
+    for _ in range(600):
+        row = {"x": row}
+    with pytest.raises(UserError, match="nested"):
+        to_json(row)

@@ -10,7 +10,7 @@ from typing import Annotated, Optional
 import typer
 
 from umad import __version__
-from umad.records import UserError
+from umad.records import RunError, UserError
 
 app = typer.Typer(
     name="umad",
@@ -177,6 +177,8 @@ def main(argv: list[str] | None = None) -> None:
         app(args=argv)
     except UserError as error:
         _fail(str(error), 2)
+    except RunError as error:
+        _fail(str(error), 1)
     except SystemExit as end:
         if end.code == 130:
             _fail("interrupted; a training run goes on with --resume", 130)

@@ -13,7 +13,7 @@ from umad.records import Sampling
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values are not coerced from other types silently, frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -35,8 +35,9 @@ def _plain_types(annotation: Any) -> set[type]:
     return set().union(*(_plain_types(arg) for arg in get_args(annotation)), set())
 
 
-PositiveInt = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AgentConfig(Section):
@@ -72,7 +73,7 @@ class DebateConfig(Section):
 
 
 class SamplingConfig(Section):
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=1000)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: Count = 0
     max_tokens: PositiveInt = 1024
@@ -176,7 +177,7 @@ class TrainingConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = 0
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip by global norm; 0: off."""
     micro_batch_tokens: PositiveInt = 16384
@@ -248,7 +249,7 @@ class AccuracyConfig(Section):
     problems: Count = 500
     """0: leave it out."""
     rollouts: PositiveInt = 1
-    temperature: float = Field(0.6, ge=0)
+    temperature: float = Field(0.6, ge=0, le=1000)
     top_p: float = Field(0.95, gt=0, le=1)
     top_k: Count = 0
 
@@ -257,7 +258,7 @@ class DecompositionConfig(Section):
     problems: Count = 64
     """0: leave it out."""
     rollouts: int = Field(16, ge=2)
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=1000)
     top_p: float = Field(1.0, gt=0, le=1)
     sampling: Literal["trajectory", "shared_context"] = "trajectory"
 

@@ -54,20 +54,26 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _read_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[Path_, str]]:
+    places: dict[Path_, str] = {}
     try:
         node = yaml.compose(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:
+        if node is None:
+            raise UserError(f"{source}: the recipe is empty")
+        _collect_places(node, (), places, source, [])
+        data = _Loader("").construct_document(node)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark else source
-        raise UserError(f"{where}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
-    if node is None:
-        raise UserError(f"{source}: the recipe is empty")
-    places: dict[Path_, str] = {}
-    _collect_places(node, (), places, source)
-    data = _Loader("").construct_document(node)
+        raise UserError(f"{where}: not valid YAML ({_why(error)})") from None
     if not isinstance(data, dict):
         raise UserError(f"{source}: a recipe is a mapping of sections, not a {type(data).__name__}")
     return data, places
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return _short(str(getattr(error, "problem", None) or error), 160)
 
 
 class _Loader(yaml.SafeLoader):
@@ -81,34 +87,46 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _collect_places(node: yaml.Node, at: Path_, places: dict[Path_, str], source: str) -> None:
-    places.setdefault(at, f"{source}:{node.start_mark.line + 1}")
+_MOST_PLACES = 20_000
+"""Far more settings than any recipe has: aliases of aliases grow without end."""
+
+
+def _collect_places(node: yaml.Node, at: Path_, places: dict[Path_, str], source: str, above: list[yaml.Node]) -> None:
+    line = node.start_mark.line + 1
+    if any(node is one for one in above):
+        raise UserError(f"{source}:{line}: {_dotted(at)} contains itself")
+    if len(places) > _MOST_PLACES:
+        raise UserError(f"{source}:{line}: more than {_MOST_PLACES} settings; are aliases nested in each other?")
+    places.setdefault(at, f"{source}:{line}")
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise UserError(f"{source}:{line}: a key must be a name, not a list or a mapping")
             if key.value in seen:
-                raise UserError(
-                    f"{source}:{line}: {_dotted((*at, key.value))} is given twice (first in line {seen[key.value]})"
-                )
+                where, first = _dotted((*at, key.value)), seen[key.value]
+                raise UserError(f"{source}:{line}: {where} is given twice (first in line {first})")
             seen[key.value] = line
             places[(*at, key.value)] = f"{source}:{line}"
-            _collect_places(value, (*at, key.value), places, source)
+            _collect_places(value, (*at, key.value), places, source, [*above, node])
     elif isinstance(node, yaml.SequenceNode):
         for i, value in enumerate(node.value):
-            _collect_places(value, (*at, i), places, source)
+            _collect_places(value, (*at, i), places, source, [*above, node])
 
 
 def _override(data: dict[str, Any], places: dict[Path_, str], text: str) -> None:
     key, equals, raw = text.partition("=")
-    label = f"override {text!r}"
+    label = f"override {_short(text, 80)}"
     if not equals or not key.strip():
         raise UserError(f"{label}: expected key=value, for example training.steps=10")
     try:
         value = yaml.load(raw, Loader=_Loader) if raw.strip() else None
-    except yaml.YAMLError as error:
-        raise UserError(f"{label}: the value is not valid YAML ({getattr(error, 'problem', error)})") from None
-    parts: list[str | int] = [int(p) if p.isdigit() else p for p in key.strip().split(".")]
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        raise UserError(f"{label}: the value is not valid YAML ({_why(error)})") from None
+    parts: list[str | int] = [int(p) if p.isascii() and p.isdecimal() else p for p in key.strip().split(".")]
+    if "" in parts:
+        raise UserError(f"{label}: the key has an empty part")
     target: Any = data
     for depth, part in enumerate(parts):
         done = _dotted(tuple(parts[:depth])) or "the recipe"
@@ -220,6 +238,9 @@ def _dotted(at: Path_) -> str:
     return ".".join(str(part) for part in at)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _short(value: Any, most: int = 60) -> str:
+    try:
+        text = value if isinstance(value, str) and most > 80 else repr(value)
+    except (ValueError, RecursionError):  # thousands of digits, or nested beyond what repr follows
+        text = f"a {type(value).__name__} too large to show"
+    return text if len(text) <= most else text[: most - 3] + "..."

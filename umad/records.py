@@ -27,6 +27,10 @@ class UserError(Exception):
     """The user's input is wrong. The message names the file, line or key and the way out; the command exits with 2."""
 
 
+class RunError(RuntimeError):
+    """A run cannot go on, and its message says it all: the command exits with 1 and no traceback."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One problem with its reference answer.
@@ -158,7 +162,16 @@ class Response:
         if "agent" not in known:
             raise ValueError(f"a response of turn {turn} has no 'agent'")
         known["agent"] = str(known["agent"])
+        for name, kinds in _RESPONSE_KINDS.items():
+            if not isinstance(known.get(name, kinds[0]()), kinds):
+                raise ValueError(
+                    f"{name!r} of agent {known['agent']!r} at turn {turn} is a {type(known[name]).__name__}"
+                )
+        if not isinstance(row.get("correct"), (bool, type(None))):
+            raise ValueError(f"'correct' of agent {known['agent']!r} at turn {turn} is neither true, false nor null")
         known["correct"] = row.get("correct")
+        if "answer" in known:
+            known["answer"] = str(known["answer"])
         known["saw"] = tuple((int(t), str(a)) for t, a in row.get("saw", ()))
         known.setdefault("text", "")
         return cls(turn=turn, **known)
@@ -168,6 +181,15 @@ _RESPONSE_FIELDS = (
     *("agent", "text", "answer", "key", "status", "finish_reason", "prompt_tokens", "completion_tokens", "nll"),
     *("weight_version", "role", "shortened", "reward", "advantage", "weight", "parts"),
 )
+
+
+_RESPONSE_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("text", "key", "status", "finish_reason", "role"), (str,)),
+    **dict.fromkeys(("nll", "reward", "advantage", "weight"), (float, int)),
+    **dict.fromkeys(("prompt_tokens", "completion_tokens", "weight_version", "shortened"), (int,)),
+    "answer": (str, int, float),
+    "parts": (dict,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +279,9 @@ class Debate:
         for name in ("problem_id", "agents", "turns"):
             if name not in row:
                 raise ValueError(f"a debate row needs {name!r}")
+        for name in ("sampling", "cost", "decision"):
+            if not isinstance(row.get(name) or {}, Mapping):
+                raise ValueError(f"{name!r} is not an object but a {type(row[name]).__name__}")
         turns = tuple(tuple(Response.from_row(r, t) for r in turn) for t, turn in enumerate(row["turns"]))
         decision = row.get("decision")
         gold = row.get("gold")
@@ -280,7 +305,7 @@ class Debate:
             decision=Decision(decision.get("answer"), decision.get("correct"), decision.get("rule", "unknown"))
             if decision
             else None,
-            cost=Cost(**row["cost"]) if row.get("cost") else Cost(),
+            cost=Cost(**{name: int(count) for name, count in (row.get("cost") or {}).items()}),
             error=row.get("error"),
         )
 
@@ -331,15 +356,21 @@ def to_json(row: Mapping[str, Any]) -> str:
     return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace").decode()
 
 
-def _finite(value: Any) -> Any:
+_DEEPEST = 100
+"""Levels of nesting that rows may have; ours have six."""
+
+
+def _finite(value: Any, depth: int = 0) -> Any:
+    if depth > _DEEPEST:
+        raise UserError(f"a row is nested more than {_DEEPEST} levels deep and cannot be written")
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
+        return {str(k): _finite(v, depth + 1) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [_finite(v, depth + 1) for v in value]
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
-        return _finite(value.item())
+        return _finite(value.item(), depth)
     return value
 
 
@@ -395,7 +426,7 @@ def read_debates(path: Path) -> list[Debate]:
     for number, row in read_jsonl(path, last_line="lenient"):
         try:
             debates.append(Debate.from_row(row))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise UserError(f"{path}:{number}: not a debate row ({error})") from None
     return debates
 

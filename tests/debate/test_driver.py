@@ -15,7 +15,7 @@ from umad.debate.protocols import load_protocol
 from umad.engines.base import Request
 from umad.engines.scripted import ScriptedEngine
 from umad.grading import Grader
-from umad.records import Debate, Problem, Sampling
+from umad.records import Debate, Problem, Sampling, UserError
 
 PROBLEMS = [Problem(f"p{i}", f"{i}+{i}=?", str(2 * i)) for i in range(5)]
 SAMPLING = Sampling(max_tokens=32)
@@ -178,3 +178,8 @@ def test_a_problems_alternatives_required_answers_and_choices_reach_the_grader()
 
     debates = driver_of({"a": script}).run(jobs_for(problems, 2), load_protocol("single"), SAMPLING, 0, "test")
     assert [d.turns[0][0].correct for d in debates] == [True, False] * 3
+
+
+def test_turns_given_twice_are_refused() -> None:
+    with pytest.raises(UserError, match=r"debate\.settings\.turns"):
+        load_protocol("mad", 2, {"turns": 3})

@@ -150,12 +150,26 @@ def test_alpha_0_without_influence_equals_ippo_bit_for_bit(root: Path, tmp_path:
     assert without_times(a) == without_times(b)
 
 
-def test_a_step_in_which_every_debate_fails_ends_the_run(root: Path, tmp_path: Path) -> None:
+def test_a_step_in_which_every_debate_fails_ends_the_run(root: Path, tmp_path: Path, capfd: Any) -> None:
     script = tmp_path / "broken.jsonl"
     script.write_text('{"error": "no power"}\n')
     scripted = ["engine.backend=scripted", f"engine.script={script}"]
-    with pytest.raises(RuntimeError, match=r"all 12 debates failed.*no power"):
-        main(["train", str(root / "recipe.yaml"), f"output={tmp_path / 'run'}", *scripted])
+    assert umad("train", root / "recipe.yaml", f"output={tmp_path / 'run'}", *scripted) == 1
+    error = capfd.readouterr().err
+    assert "all 12 debates failed" in error
+    assert "no power" in error
+    assert "Traceback" not in error
+
+
+def test_weights_that_left_the_numbers_end_the_run_before_they_are_saved(
+    root: Path, tmp_path: Path, capfd: Any
+) -> None:
+    run = tmp_path / "run"
+    scripted = ["engine.backend=scripted", f"engine.script={root}/replies.jsonl"]
+    rate = ["training.learning_rate=1e39", "evaluation.after=false"]
+    assert umad("train", root / "recipe.yaml", f"output={run}", *scripted, *rate) == 1
+    assert "learning_rate" in capfd.readouterr().err
+    assert not (run / "checkpoints").exists()
 
 
 def test_checkpoints_are_evaluated_and_not_twice(root: Path, tmp_path: Path, capfd: Any) -> None:

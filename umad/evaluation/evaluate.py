@@ -10,7 +10,17 @@ from typing import Any, Protocol
 
 from umad.config import EvaluationConfig
 from umad.evaluation.summary import ACCURACY, DECOMPOSITION, summarise
-from umad.records import Debate, Problem, Sampling, UserError, atomic_writer, read_debates, to_json, write_jsonl
+from umad.records import (
+    Debate,
+    Problem,
+    RunError,
+    Sampling,
+    UserError,
+    atomic_writer,
+    read_debates,
+    to_json,
+    write_jsonl,
+)
 
 
 class DebatesFor(Protocol):
@@ -53,7 +63,7 @@ def evaluate(
     checkpoint ...) goes into the summary. `seed` is the bootstrap's, by default the evaluation's. `progress` is told in
     words what starts.
 
-    Raises UserError where there is nothing to measure, RuntimeError where every debate of a part failed.
+    Raises UserError where there is nothing to measure, RunError where every debate of a part failed.
     """
     n_turns, longest = config.turns or turns, config.max_tokens or max_tokens
     if n_turns is None or longest is None:
@@ -78,9 +88,7 @@ def evaluate(
         sampling = Sampling(longest, part.temperature, part.top_p, getattr(part, "top_k", 0))
         found = debates_for(chosen, part.rollouts, n_turns, sampling, mode, label)
         if all(debate.error is not None for debate in found):
-            raise RuntimeError(
-                f"evaluation: all {len(found)} debates of the {label} part failed: {_first_error(found)}"
-            )
+            raise RunError(f"evaluation: all {len(found)} debates of the {label} part failed: {_first_error(found)}")
         debates += [_marked(debate, label, mode, sampling) for debate in found]
     say("statistics")
     bootstrap_seed = config.seed if seed is None else seed

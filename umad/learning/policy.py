@@ -239,6 +239,10 @@ class Policy:
         for name, tensor in self.accelerator.unwrap_model(self.model).state_dict().items():
             yield name, tensor.detach()
 
+    def finite(self) -> bool:
+        """Whether every weight is a finite number."""
+        return all(bool(torch.isfinite(tensor.sum(dtype=torch.float64))) for _, tensor in self.weights())
+
     def save_model(self, folder: Path, tokenizer: Any) -> None:
         """Writes a plain Hugging Face folder: config, safetensors with the master weights, tokenizer and template."""
         with _no_bars():

@@ -20,7 +20,7 @@ from umad.grading import STATUSES
 from umad.learning.advantages import assign_advantages
 from umad.learning.rewards import RewardFunction, load_functions, reward_debate, reward_metrics
 from umad.learning.samples import samples_of, write_back
-from umad.records import Debate, Problem, Sample
+from umad.records import Debate, Problem, RunError, Sample
 
 if TYPE_CHECKING:
     from umad.learning.policy import Policy
@@ -100,7 +100,7 @@ class Trainer:
         start = time.perf_counter()
         debates = self.rollout(step)
         if all(debate.error is not None for debate in debates):
-            raise RuntimeError(f"step {step}: all {len(debates)} debates failed; the first: {debates[0].error}")
+            raise RunError(f"step {step}: all {len(debates)} debates failed; the first: {debates[0].error}")
         debates = [reward_debate(debate, self.recipe.reward, self.functions) for debate in debates]
         metrics = dict(debate_metrics(debates)) | reward_metrics(debates, self.functions)
         ready: dict[str, list[Sample]] = {}
@@ -112,10 +112,20 @@ class Trainer:
             for name, policy in self.policies.items():
                 updated = policy.update(ready[name])
                 metrics |= {f"agent/{name}/{key}": value for key, value in updated.items()}
+        self._check_weights(step)
         with self._timed("push"):
             self.push(step)
         debates = write_back(debates, [sample for samples in ready.values() for sample in samples])
         return StepResult(step, debates, metrics | self._times(time.perf_counter() - start, debates))
+
+    def _check_weights(self, step: int) -> None:
+        """Weights that are not finite would be saved and could never be resumed from."""
+        for name, policy in self.policies.items():
+            if not policy.finite():
+                raise RunError(
+                    f"step {step}: the weights of agent {name!r} are no longer finite; lower training.learning_rate (the last "
+                    "checkpoint is from before)"
+                )
 
     def rollout(self, step: int) -> list[Debate]:
         """The step's debates: G rollouts of each problem."""

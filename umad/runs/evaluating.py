@@ -71,7 +71,7 @@ def _eval_run(folder: RunFolder, overrides: Sequence[str], step: str | None) -> 
         steps = [START, *saved]
     elif step is None:
         steps = saved[-1:] or [START]
-    elif step.isdigit() and (int(step) in saved or int(step) == START):
+    elif step.isascii() and step.isdecimal() and (int(step) in saved or int(step) == START):
         steps = [int(step)]
     else:
         known = ", ".join(map(str, [START, *saved]))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from umad.records import UserError, atomic_writer, read_debates
+from umad.records import UserError, atomic_writer, read_debates, to_json
 from umad.reporting.progress import say, table
 from umad.runs.folder import RunFolder
 
@@ -149,7 +150,9 @@ def analyze_command(folder: Path, *, as_json: bool) -> None:
 
     source = folder if folder.is_file() else folder / "debates.jsonl"
     if not source.is_file():
-        raise UserError(f"{folder}: holds no debates.jsonl; give an evaluation folder or a file of debate rows")
+        inside = sorted(str(place.parent) for place in folder.glob("eval/step_*/debates.jsonl"))
+        hint = f"give one of {', '.join(inside)}" if inside else "give an evaluation folder or a file of debate rows"
+        raise UserError(f"{folder}: holds no debates.jsonl; {hint}")
     found = analyze(read_debates(source))
     out = source.parent / "uncertainty.json"
     _write_json(out, found)
@@ -179,7 +182,8 @@ def compare_command(folders: Sequence[Path], out: Path | None, *, as_json: bool)
 
     found = compare(folders)
     place = (out or find_evaluation(folders[-1])) / "comparison.json"
-    write_comparison(place, found)
+    with _writable(place):
+        write_comparison(place, found)
     if as_json:
         say(json.dumps(found, indent=2))
         return
@@ -193,5 +197,13 @@ def compare_command(folders: Sequence[Path], out: Path | None, *, as_json: bool)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with atomic_writer(path) as file:
-        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    with _writable(path), atomic_writer(path) as file:
+        file.write(json.dumps(json.loads(to_json(content)), indent=2) + "\n")
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None

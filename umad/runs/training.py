@@ -47,6 +47,11 @@ def train(recipe: Recipe, *, resume: bool = False) -> RunFolder:
     problems = build.problems_of(recipe, "train")
     evaluation = recipe.evaluation
     measures = evaluation.before or evaluation.after or evaluation.every
+    if recipe.training.problems_per_step > len(problems):
+        warn(
+            f"training.problems_per_step is {recipe.training.problems_per_step} but there are {len(problems)} problems: "
+            "a step sees some more than once"
+        )
     held_out = build.problems_of(recipe, "eval") if measures and recipe.data.eval is not None else []
     steps = total_steps(recipe, len(problems))
     start = time.perf_counter()

@@ -81,6 +81,8 @@ def _text(value: Any, what: str) -> str:
         raise BadRow(f"the {what} is not text but {type(value).__name__}")
     if not value.strip():
         raise BadRow(f"the {what} is empty")
+    if any("\ud800" <= c <= "\udfff" for c in value):
+        raise BadRow(f"the {what} holds half a character (a lone surrogate), which no tokenizer takes")
     return value
 
 

@@ -46,6 +46,8 @@ def load_protocol(name: str, turns: int | None = None, settings: Mapping[str, An
     values = dict(settings or {})
     if turns is not None:
         if "turns" in module.Settings.model_fields:
+            if "turns" in values:
+                raise UserError("debate.settings.turns: debate.turns is given too; give one of them")
             values["turns"] = turns
         elif turns != 1:
             raise UserError(f"debate.turns: protocol {name!r} has one turn, not {turns}")
