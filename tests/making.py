@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from umad.records import Debate
+
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}<e>{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
 )
+
+
+def capitals(debate: Debate, agent: str, turn: int) -> float:
+    """A reward that random models get in different amounts, so that there is something to learn from."""
+    text = next(r.text for r in debate.turns[turn] if r.agent == agent)
+    return sum(c.isupper() for c in text) / 10
 
 
 def tiny_folder(path: Path, kind: str = "qwen2", seed: int = 0, context: int = 256) -> Path:

@@ -47,7 +47,7 @@ def _main(
 def quickstart(
     overrides: Overrides = None,
     out: Annotated[Path, typer.Option(help="The run folder.")] = Path("runs/quickstart"),
-    seed: Annotated[int, typer.Option(min=0, help="Seed of everything: warm start, training, evaluation.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the warm start and of training.")] = 0,
 ) -> None:
     """The whole loop on the CPU, nothing downloaded: warm-start two tiny agents, train them, evaluate, report.
 

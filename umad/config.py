@@ -142,7 +142,8 @@ class RewardConfig(Section):
 class WeightConfig(Section):
     mode: Literal["nll", "none", "signed_nll"] = "nll"
     alpha: float = Field(0.25, ge=0)
-    logprobs: Literal["sampler", "trainer"] = "sampler"
+    logprobs: Literal["auto", "sampler", "trainer"] = "auto"
+    """Whose log-probabilities U is taken from; `auto`: the sampler's where they are exact (float32), else the trainer's."""
     clip: float = Field(100.0, gt=1)
     """Weights are kept within [1/clip, clip]; how many were cut is counted."""
 
@@ -359,6 +360,9 @@ class Recipe(Section):
                 "reward.overlong.buffer",
                 f"is {self.reward.overlong.buffer}, more than sampling.max_tokens ({self.sampling.max_tokens})",
             )
+        if (self.evaluation.before or self.evaluation.every) and self.data.eval is None:
+            key = "evaluation.before" if self.evaluation.before else "evaluation.every"
+            raise KeyedError(key, "there is nothing to evaluate on: data.eval is missing")
         if self.debate.grouping == "shared_context" and self.debate.protocol != "mad":
             raise KeyedError("debate.grouping", "shared_context is only defined for protocol 'mad'")
         if self.evaluation.decomposition.sampling == "shared_context" and self.debate.protocol != "mad":

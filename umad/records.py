@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,9 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 if TYPE_CHECKING:
     import numpy as np
-
-FINISH_REASONS = ("stop", "length", "context", "error")
-"""`stop`: the model ended its turn. `length`: cut at `max_tokens`. `context`: no room in the context. `error`: none."""
 
 
 class UserError(Exception):
@@ -104,6 +101,7 @@ class Response:
     """None: ungraded, a failure of ours or no gold; never a wrong answer."""
     status: str = "ok"
     finish_reason: str = "stop"
+    """`stop`: the model ended its turn. `length`: cut at `max_tokens`. `context`: no room left in the context."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     nll: float | None = None
@@ -429,8 +427,3 @@ def read_debates(path: Path) -> list[Debate]:
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise UserError(f"{path}:{number}: not a debate row ({error})") from None
     return debates
-
-
-def names(items: Sequence[str]) -> str:
-    """Names for a message: 'a, b, c'."""
-    return ", ".join(items)

@@ -183,3 +183,42 @@ def test_a_problems_alternatives_required_answers_and_choices_reach_the_grader()
 def test_turns_given_twice_are_refused() -> None:
     with pytest.raises(UserError, match=r"debate\.settings\.turns"):
         load_protocol("mad", 2, {"turns": 3})
+
+
+def test_an_engine_that_was_interrupted_can_be_used_again() -> None:
+    class Stubborn(ScriptedEngine):
+        stop = True
+
+        def pump(self) -> Any:
+            if self.stop:
+                self.stop = False
+                raise KeyboardInterrupt
+            return super().pump()
+
+    driver = Driver([Agent("a", Stubborn(lambda r: boxed(r.key[2])))], Prompts("compact"), Grader())
+    with pytest.raises(KeyboardInterrupt):
+        driver.run(jobs_for(PROBLEMS, 1), load_protocol("mad"), SAMPLING, 0, "first")
+    debates = driver.run(jobs_for(PROBLEMS, 1), load_protocol("mad"), SAMPLING, 0, "second")
+    assert [d.error for d in debates] == [None] * 5
+
+
+def test_the_noise_of_a_problem_does_not_depend_on_its_place_in_the_batch() -> None:
+    seeds: dict[str, set[int]] = {}
+
+    def script(request: Request) -> str:
+        seeds.setdefault(request.messages[-1]["content"], set()).add(request.seed)
+        return boxed(1)
+
+    driver = driver_of({"a": script})
+    for problems in (PROBLEMS, PROBLEMS[::-1], PROBLEMS[3:]):
+        driver.run(jobs_for(problems, 1), load_protocol("single"), SAMPLING, 0, "test")
+    assert all(len(found) == 1 for found in seeds.values())
+    driver.run(jobs_for([PROBLEMS[0]] * 2, 1), load_protocol("single"), SAMPLING, 0, "test")
+    assert len(seeds[PROBLEMS[0].question]) == 2
+
+
+def test_ties_are_drawn_anew_for_every_rollout() -> None:
+    debates = run(driver_of({"a": lambda r: boxed(1), "b": lambda r: boxed(2)}), rollouts=16)
+    for i in range(5):
+        elected = {d.decision.answer for d in debates if d.decision and d.instance == i}
+        assert elected == {"1", "2"}

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import making
+import psutil
 import pytest
 from making import tiny_folder
 
@@ -27,12 +29,14 @@ sampling: {{max_tokens: 12}}
 training: {{steps: 40, problems_per_step: 4, group_size: 3, learning_rate: 1.0e-3}}
 data: {{train: {{name: arithmetic, limit: 50}}}}
 checkpoints: {{every: 2, keep: 2}}
+reward: {{functions: [{{function: "making:capitals"}}]}}
 """
 
 
 def start(root: Path, run: Path, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "umad.cli", "train", str(root / "recipe.yaml"), f"output={run}", *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    environment = {**os.environ, "PYTHONPATH": str(Path(making.__file__).parent)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
@@ -50,14 +54,15 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path, how
     run, whole = tmp_path / "run", tmp_path / "whole"
     process = start(tmp_path, run)
     wait_for(run / "checkpoints/step_000004", process)
+    children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(how)
     _, error = process.communicate(timeout=120)
     if how is signal.SIGINT:
         assert process.returncode == 130
         assert "--resume" in error
         assert "Traceback" not in error
-    children = subprocess.run(["pgrep", "-f", "umad.grading.worker"], capture_output=True, text=True, check=False)
-    assert str(process.pid) not in children.stdout
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive, "a grading worker outlived its run"
     last = latest_checkpoint(run)
     assert last is not None
     end = checkpoint_step(last) + 3

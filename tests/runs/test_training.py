@@ -14,6 +14,8 @@ from umad.cli import main
 from umad.debate.recorded import read_rollouts
 from umad.records import read_debates
 
+LEARNS = "reward.functions=[{function: 'making:capitals'}]"
+"""Random models box nothing, so without it no group would have a signal and no weight would move."""
 RECIPE = """
 name: spine
 agents:
@@ -112,8 +114,9 @@ def weights_of_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_resuming_equals_not_stopping(root: Path, tmp_path: Path) -> None:
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert umad("train", root / "recipe.yaml", f"output={whole}", "training.steps=6", "training.schedule=linear") == 0
-    stopped = ["training.steps=6", "training.schedule=linear", f"output={parted}"]
+    six = ["training.steps=6", "training.schedule=linear", "evaluation.after=false", LEARNS]
+    assert umad("train", root / "recipe.yaml", f"output={whole}", *six) == 0
+    stopped = [*six, f"output={parted}"]
     assert umad("train", root / "recipe.yaml", *stopped) == 0
     # as if it had been killed while step 5 was written: rows and files after step 3 are left over
     import shutil
@@ -126,6 +129,10 @@ def test_resuming_equals_not_stopping(root: Path, tmp_path: Path) -> None:
     one, two = weights(whole, 6), weights(parted, 6)
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
+    for agent in ("slow", "failing"):  # and both had moved before and after the stop
+        moved = [weights(whole, step)[f"{agent}/model.embed_tokens.weight"] for step in (1, 3, 6)]
+        assert not torch.equal(moved[0], moved[1])
+        assert not torch.equal(moved[1], moved[2])
     for step in range(1, 7):
         name = f"transcripts/step_{step:06d}.jsonl"
         assert (whole / name).read_bytes() == (parted / name).read_bytes()
@@ -134,7 +141,7 @@ def test_resuming_equals_not_stopping(root: Path, tmp_path: Path) -> None:
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(root: Path, tmp_path: Path) -> None:
     runs = [tmp_path / name for name in ("a", "b", "c")]
     for run, seed in zip(runs, (0, 0, 1), strict=True):
-        assert umad("train", root / "recipe.yaml", f"output={run}", f"seed={seed}", "training.steps=2") == 0
+        assert umad("train", root / "recipe.yaml", f"output={run}", f"seed={seed}", "training.steps=2", LEARNS) == 0
     assert without_times(runs[0]) == without_times(runs[1])
     assert without_times(runs[0]) != without_times(runs[2])
 
@@ -162,19 +169,26 @@ def test_a_step_in_which_every_debate_fails_ends_the_run(root: Path, tmp_path: P
 
 
 def test_weights_that_left_the_numbers_end_the_run_before_they_are_saved(
-    root: Path, tmp_path: Path, capfd: Any
+    root: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from umad.learning.policy import Policy
+
+    def broken(self: Policy, samples: object) -> dict[str, float]:
+        with torch.no_grad():
+            next(self.model.parameters()).view(-1)[3] = float("inf")
+        return {}
+
     run = tmp_path / "run"
     scripted = ["engine.backend=scripted", f"engine.script={root}/replies.jsonl"]
-    rate = ["training.learning_rate=1e39", "evaluation.after=false"]
-    assert umad("train", root / "recipe.yaml", f"output={run}", *scripted, *rate) == 1
+    monkeypatch.setattr(Policy, "update", broken)
+    assert umad("train", root / "recipe.yaml", f"output={run}", *scripted) == 1
     assert "learning_rate" in capfd.readouterr().err
     assert not (run / "checkpoints").exists()
 
 
 def test_checkpoints_are_evaluated_and_not_twice(root: Path, tmp_path: Path, capfd: Any) -> None:
     run = tmp_path / "run"
-    few = ["training.steps=2", "evaluation.after=false"]
+    few = ["training.steps=2", "evaluation.after=false", "training.learning_rate=0.1", LEARNS]
     assert umad("train", root / "recipe.yaml", f"output={run}", *few) == 0
     assert umad("eval", run, "--step", "all") == 0
     written = {step: (run / f"eval/step_{step:06d}/debates.jsonl").read_bytes() for step in (0, 1, 2)}
@@ -226,3 +240,55 @@ def test_wrong_input_ends_with_2_and_names_the_place(
     assert named in error
     assert "Traceback" not in error
     assert not run.exists()
+
+
+def test_resuming_with_another_recipe_is_refused_even_without_a_checkpoint(
+    root: Path, tmp_path: Path, capfd: Any
+) -> None:
+    run = tmp_path / "run"
+    few = ["evaluation.after=false", "training.steps=1"]
+    assert umad("train", root / "recipe.yaml", f"output={run}", *few) == 0
+    import shutil
+
+    shutil.rmtree(run / "checkpoints")
+    capfd.readouterr()
+    assert umad("train", root / "recipe.yaml", f"output={run}", *few, "seed=3", "--resume") == 2
+    assert "seed" in capfd.readouterr().err
+    longer = ["evaluation.after=false", "training.steps=2"]
+    assert umad("train", root / "recipe.yaml", f"output={run}", *longer, "--resume") == 0
+    assert "steps: 2" in (run / "config.yaml").read_text()
+    capfd.readouterr()
+    assert umad("train", root / "recipe.yaml", f"output={run}", *longer, "--resume") == 0
+    assert "nothing is left to train" in capfd.readouterr().out
+    assert "nothing is left to train" in (run / "log.txt").read_text()
+
+
+def test_evaluating_a_recipe_again_does_nothing_twice_and_a_failed_start_leaves_no_folder(
+    root: Path, tmp_path: Path, capfd: Any
+) -> None:
+    run = tmp_path / "run"
+    assert umad("eval", root / "recipe.yaml", f"output={run}", "agents.0.model=/nowhere") == 2
+    assert not run.exists()
+    assert umad("eval", root / "recipe.yaml", f"output={run}") == 0
+    written = (run / "eval/step_000000/debates.jsonl").stat().st_mtime_ns
+    capfd.readouterr()
+    assert umad("eval", root / "recipe.yaml", f"output={run}") == 0
+    assert "is there already" in capfd.readouterr().out
+    assert (run / "eval/step_000000/debates.jsonl").stat().st_mtime_ns == written
+    assert umad("eval", root / "recipe.yaml", f"output={run}", "debate.turns=3") == 2
+
+
+def test_a_reward_function_that_cannot_be_found_leaves_no_folder(root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    wrong = "reward.functions=[{function: 'nomod:f'}]"
+    assert umad("train", root / "recipe.yaml", f"output={run}", wrong) == 2
+    assert not run.exists()
+
+
+def test_evaluation_settings_that_could_have_no_effect_are_refused(root: Path, tmp_path: Path, capfd: Any) -> None:
+    run = tmp_path / "run"
+    assert umad("train", root / "recipe.yaml", f"output={run}", "data.eval=null", "evaluation.before=true") == 2
+    assert "data.eval" in capfd.readouterr().err
+    single = ["debate.protocol=single", "evaluation.turns=5"]
+    assert umad("train", root / "recipe.yaml", f"output={run}", *single) == 2
+    assert "one turn" in capfd.readouterr().err

@@ -12,6 +12,7 @@ import asyncio
 import selectors
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,13 +39,20 @@ class Job:
     problem: Problem
     instance: int
     rollouts: tuple[int, ...] = (0,)
+    occurrence: int = 0
+    """How often the problem came earlier in the same batch."""
 
 
 def jobs_for(problems: Sequence[Problem], rollouts: int, *, together: bool = False) -> list[Job]:
     """`rollouts` debates of each problem; `together`: as one job each (shared context)."""
     every = tuple(range(rollouts))
     groups = [every] if together else [(r,) for r in every]
-    return [Job(problem, i, group) for i, problem in enumerate(problems) for group in groups]
+    seen: Counter[str] = Counter()
+    jobs = []
+    for i, problem in enumerate(problems):
+        jobs += [Job(problem, i, group, seen[problem.id]) for group in groups]
+        seen[problem.id] += 1
+    return jobs
 
 
 @dataclass(eq=False)
@@ -83,6 +91,7 @@ class Driver:
             Table(
                 problem=job.problem,
                 instance=job.instance,
+                occurrence=job.occurrence,
                 agents=self.agents,
                 prompts=self.prompts,
                 sampling=sampling,
@@ -144,16 +153,19 @@ class _Session:
         self.driver = driver
         self.waiting: dict[int, list[Request]] = {}
         self.engines: dict[int, Engine] = {}
-        self.futures: dict[tuple[Any, ...], asyncio.Future[Generation]] = {}
+        self.futures: dict[int, asyncio.Future[Generation]] = {}
+        """By identity of the request: an engine may still hold requests of an earlier run that was interrupted."""
+        self.requests: dict[tuple[Any, ...], Request] = {}
         self.grading: list[tuple[GradeItem, asyncio.Future[Grade]]] = []
         self.running: dict[int, int] = {}
         self.failure: BaseException | None = None
 
     async def generate(self, agent: Agent, request: Request) -> Generation:
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        if request.key in self.futures:
+        if request.key in self.requests:
             raise ValueError(f"two requests with the same key {request.key}")
-        self.futures[request.key] = future
+        self.requests[request.key] = request
+        self.futures[id(request)] = future
         self.engines[id(agent.engine)] = agent.engine
         self.waiting.setdefault(id(agent.engine), []).append(request)
         return await future
@@ -194,8 +206,9 @@ class _Session:
                 for result in engine.pump()
             ]
         for place, (request, outcome) in finished:
-            self.running[place] -= 1
-            self._resolve(request, outcome)
+            if id(request) in self.futures:
+                self.running[place] -= 1
+                self._resolve(request, outcome)
 
     def _submit(self, place: int, request: Request) -> None:
         try:
@@ -206,7 +219,8 @@ class _Session:
             self.running[place] = self.running.get(place, 0) + 1
 
     def _resolve(self, request: Request, outcome: Generation | Exception) -> None:
-        future = self.futures.pop(request.key)
+        future = self.futures.pop(id(request))
+        del self.requests[request.key]
         if self.driver.on_response:
             self.driver.on_response(request)
         if future.done():

@@ -20,7 +20,8 @@ Shown = tuple[str, str]
 
 _MASK = "?"
 _NOTHING = "(no response)"
-_CUT = " [...] "
+CUT = " [...] "
+"""Stands where the middle of a response was cut out."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def _letters(index: int) -> str:
 
 STYLES = {
     "standard": Style(lambda i: f"Agent {i + 1}", re.compile(r"<(?=\s*/?\s*response\b)", re.IGNORECASE), "‹"),
-    "compact": Style(_letters, re.compile(r"\[(?=[A-Z]+\])"), ""),
+    "compact": Style(_letters, re.compile(r"\[(?=[A-Z]+\])"), "[ "),
 }
 
 
@@ -60,6 +61,8 @@ class Prompts:
     ) -> None:
         self.style = STYLES[style]
         self.mask_answers = mask_answers
+        self.specials: tuple[str, ...] = ()
+        """What tokenizers would turn into control tokens, such as the end of a message: broken up inside responses."""
         folders = [Path(__file__).parent / "templates" / style]
         if templates is not None:
             if not Path(templates).is_dir():
@@ -117,7 +120,15 @@ class Prompts:
         text = strip_thinking(response.text)
         if self.mask_answers:
             text = mask_answer(text, response.answer)
+        for special in self.specials:
+            text = text.replace(special, f"{special[:1]} {special[1:]}")
         return self.style.forged.sub(self.style.harmless, text).strip() or _NOTHING
+
+
+def special_strings(tokenizer: Any) -> set[str]:
+    """The texts that a tokenizer reads as control tokens."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return {text for text in added | set(tokenizer.all_special_tokens) if len(text) > 1}
 
 
 def strip_thinking(text: str) -> str:
@@ -131,8 +142,10 @@ def mask_answer(text: str, answer: str | None) -> str:
     found = boxes(text)
     for start, end, _ in reversed(found):
         text = f"{text[:start]}\\boxed{{{_MASK}}}{text[end:]}"
-    if not found and answer and (at := text.rfind(answer)) >= 0:
-        text = text[:at] + _MASK + text[at + len(answer) :]
+    if not found and answer:
+        mentions = list(re.finditer(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\d)", text))
+        if mentions:
+            text = text[: mentions[-1].start()] + _MASK + text[mentions[-1].end() :]
     return text
 
 
@@ -143,4 +156,4 @@ def shorten(text: str, keep: int, encode: Callable[[str], list[int]], decode: Ca
         return text
     head = (keep + 1) // 2
     tail = keep - head
-    return decode(ids[:head]) + _CUT + (decode(ids[-tail:]) if tail else "")
+    return decode(ids[:head]) + CUT + (decode(ids[-tail:]) if tail else "")

@@ -54,6 +54,7 @@ class Table:
 
     problem: Problem
     instance: int
+    occurrence: int
     agents: Sequence[Agent]
     prompts: Prompts
     sampling: Sampling
@@ -91,7 +92,7 @@ class Table:
         call = self._calls.get((rollout, turn, agent.name), 0)
         self._calls[(rollout, turn, agent.name)] = call + 1
         key: Key = (self.instance, rollout, turn, agent.name, call)
-        seed = response_seed(self.seed_root, self.problem.id, key)
+        seed = response_seed(self.seed_root, self.problem.id, self.occurrence, key)
         depth = _depth.get() + 1
         generation = await self.generate(agent, Request(key, self.sampling, seed, prompt.ids, prompt.messages))
         _depth.set(depth)
@@ -114,9 +115,11 @@ class Table:
             depth=max(cost.depth, depth),
         )
 
-    async def vote(self, responses: Sequence[Response], rule: str = "vote") -> Decision:
+    async def vote(self, responses: Sequence[Response], rollout: int | None = None, rule: str = "vote") -> Decision:
         """The majority class of `responses`: ties by the debate's seed, "no answer" never wins (see `grading.vote`)."""
-        seed = response_seed(self.seed_root, self.problem.id, (self.instance, 0, -1, rule, 0))
+        own = self.rollouts[0] if rollout is None else rollout
+        key = (self.instance, own, -1, rule, 0)
+        seed = response_seed(self.seed_root, self.problem.id, self.occurrence, key)
         won = vote([r.answer for r in responses], seed, keys=[r.key for r in responses])
         if won is None:
             return Decision(None, False if self.problem.gold is not None else None, rule)

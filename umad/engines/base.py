@@ -31,10 +31,6 @@ class Request:
     prompt_ids: np.ndarray | None = None
     messages: tuple[Mapping[str, str], ...] = ()
 
-    @property
-    def agent(self) -> str:
-        return self.key[3]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
@@ -81,12 +77,14 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def response_seed(root: str, problem_id: str, key: Key) -> int:
+def response_seed(root: str, problem_id: str, occurrence: int, key: Key) -> int:
     """The 63-bit seed of one response.
 
     `root` names the run's seed and the purpose ("0/train/12"), so the same problem gets other noise at another step. The
-    agent goes in by name: agents that share a base, and the members of a group, never share noise.
+    agent goes in by name: agents that share a base, and the members of a group, never share noise. `occurrence` counts the
+    same problem's earlier places in the batch; the place itself does not matter, so another selection or order of problems
+    leaves a problem's noise as it was.
     """
-    instance, rollout, turn, agent, call = key
-    text = "\x1f".join((root, problem_id, str(instance), str(rollout), str(turn), agent, str(call)))
+    _, rollout, turn, agent, call = key
+    text = "\x1f".join((root, problem_id, str(occurrence), str(rollout), str(turn), agent, str(call)))
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "big") >> 1

@@ -44,6 +44,7 @@ class ProblemSampler:
 
     def __init__(self, problems: Sequence[Problem], batch: int, seed: int) -> None:
         self.problems, self.size, self.seed = problems, batch, seed
+        self._cached: tuple[int, list[int]] = (-1, [])
 
     def batch(self, step: int) -> list[Problem]:
         """The problems of `step` (1-based)."""
@@ -57,10 +58,10 @@ class ProblemSampler:
     def _order(self, epoch: int) -> list[int]:
         import numpy as np
 
-        if getattr(self, "_cached", (None,))[0] != epoch:
+        if self._cached[0] != epoch:
             rng = np.random.default_rng([self.seed, 0x5EED, epoch])
             self._cached = (epoch, rng.permutation(len(self.problems)).tolist())
-        return list(self._cached[1])
+        return self._cached[1]
 
 
 def total_steps(recipe: Recipe, n_problems: int) -> int:
@@ -118,6 +119,10 @@ class Trainer:
         debates = write_back(debates, [sample for samples in ready.values() for sample in samples])
         return StepResult(step, debates, metrics | self._times(time.perf_counter() - start, debates))
 
+    def _exact(self, name: str) -> bool:
+        """Whether the sampler's log-probabilities are those of the policy that is updated."""
+        return next(agent.engine.exact_logprobs for agent in self.driver.agents if agent.name == name)
+
     def _check_weights(self, step: int) -> None:
         """Weights that are not finite would be saved and could never be resumed from."""
         for name, policy in self.policies.items():
@@ -141,7 +146,9 @@ class Trainer:
         weight = self.recipe.advantage.weight
         dropped: Counter[str] = Counter()
         samples = samples_of(debates, name, dropped)
-        if weight.mode != "none" and weight.logprobs == "trainer":
+        if weight.mode != "none" and (
+            weight.logprobs == "trainer" or (weight.logprobs == "auto" and not self._exact(name))
+        ):
             with self._timed("score"):
                 scored = self.policies[name].score(samples)
             samples = [replace(s, nll=-float(lp.mean())) for s, lp in zip(samples, scored, strict=True)]

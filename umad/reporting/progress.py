@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -39,14 +40,35 @@ def _escaped(match: re.Match[str]) -> str:
     return "\\r" if code == 13 else f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
+_logs: list[Path] = []
+
+
+@contextmanager
+def logged(path: Path) -> Iterator[None]:
+    """Within the block, what `say` and `warn` print is also appended to the file `path`, with the time."""
+    _logs.append(path)
+    try:
+        yield
+    finally:
+        _logs.remove(path)
+
+
+def _log(text: str) -> None:
+    for path in dict.fromkeys(_logs):
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+
 def say(text: str = "") -> None:
     """Prints plain text to stdout, control characters made visible."""
     _write(sys.stdout, printable(text) + "\n")
+    _log(printable(text))
 
 
 def warn(text: str) -> None:
     """Prints a warning to stderr."""
     _write(sys.stderr, f"warning: {printable(text)}\n")
+    _log(f"warning: {printable(text)}")
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from umad.config import AgentConfig, Recipe, SourceConfig
 from umad.debate.agents import Agent
 from umad.debate.driver import Driver, jobs_for
-from umad.debate.prompts import Prompts
+from umad.debate.prompts import CUT, Prompts, special_strings
 from umad.debate.protocols import Protocol, load_protocol
 from umad.grading import Grader
 from umad.records import Debate, Problem, Sampling, UserError
@@ -34,6 +34,9 @@ def check(recipe: Recipe) -> Protocol:
     """What can be checked without loading a model or data: the protocol's settings and the prompt templates."""
     protocol = load_protocol(recipe.debate.protocol, recipe.debate.turns, recipe.debate.settings)
     prompts_of(recipe)
+    turns = recipe.evaluation.turns
+    if turns not in (None, 1) and "turns" not in type(protocol.settings).model_fields:
+        raise UserError(f"evaluation.turns: protocol {recipe.debate.protocol!r} has one turn, not {turns}")
     return protocol
 
 
@@ -42,12 +45,17 @@ def protocol_of(recipe: Recipe, turns: int | None = None) -> Protocol:
     protocol = load_protocol(recipe.debate.protocol, recipe.debate.turns, recipe.debate.settings)
     if turns is None or "turns" not in type(protocol.settings).model_fields:
         return protocol
-    return load_protocol(recipe.debate.protocol, turns, recipe.debate.settings)
+    settings = {key: value for key, value in recipe.debate.settings.items() if key != "turns"}
+    return load_protocol(recipe.debate.protocol, turns, settings)
 
 
-def prompts_of(recipe: Recipe) -> Prompts:
+def prompts_of(recipe: Recipe, agents: Sequence[Agent] = ()) -> Prompts:
+    """The recipe's prompts, made safe against the control tokens of all `agents`."""
     debate = recipe.debate
-    return Prompts(debate.style, mask_answers=debate.mask_answers, templates=debate.templates)
+    prompts = Prompts(debate.style, mask_answers=debate.mask_answers, templates=debate.templates)
+    found = {text for agent in agents if agent.tokenizer is not None for text in special_strings(agent.tokenizer)}
+    prompts.specials = tuple(sorted(found))
+    return prompts
 
 
 def grader_of(recipe: Recipe) -> Grader:
@@ -66,13 +74,14 @@ def problems_of(recipe: Recipe, role: Literal["train", "eval"]) -> list[Problem]
     Raises:
         UserError: the recipe has none, or they cannot be read.
     """
-    from umad.reporting.progress import warn
+    from umad.reporting.progress import progress, warn
     from umad.tasks import load_problems
 
     source: SourceConfig | None = recipe.data.train if role == "train" else recipe.data.eval
     if source is None:
         raise UserError(f"data.{role}: is missing; give a name or a path")
-    loaded = load_problems(source, role, recipe.data.on_bad_rows, gold_faults)
+    with progress(f"reading data.{role}"):
+        loaded = load_problems(source, role, recipe.data.on_bad_rows, gold_faults)
     if loaded.skipped:
         warn(f"data.{role}: {len(loaded.skipped)} broken rows were left out, the first: {loaded.skipped[0]}")
     problems = list(loaded.problems)
@@ -198,7 +207,7 @@ def _prompt_limit(recipe: Recipe, name: str, context: int | None) -> int | None:
     limit = recipe.sampling.max_prompt_tokens
     if context is None:
         return limit
-    longest = max(recipe.sampling.max_tokens, recipe.evaluation.max_tokens or 0)
+    longest = recipe.sampling.max_tokens
     room = context - longest
     if room < 1:
         raise UserError(
@@ -210,7 +219,14 @@ def _prompt_limit(recipe: Recipe, name: str, context: int | None) -> int | None:
             f"sampling.max_prompt_tokens: {limit} and max_tokens {longest} exceed the context of agent "
             f"{name!r} ({context} tokens)"
         )
-    return limit if limit is not None else room
+    limit = room if limit is None else limit
+    evaluated = recipe.evaluation.max_tokens
+    if evaluated is not None and limit + evaluated > context:
+        raise UserError(
+            f"evaluation.max_tokens: {evaluated} and prompts of {limit} tokens exceed the context of agent {name!r} ({context} "
+            f"tokens); set sampling.max_prompt_tokens to at most {context - evaluated}"
+        )
+    return limit
 
 
 def check_prompts(agents: Sequence[Agent], prompts: Prompts, problems: Sequence[Problem], role: str) -> None:
@@ -219,15 +235,17 @@ def check_prompts(agents: Sequence[Agent], prompts: Prompts, problems: Sequence[
     Raises:
         UserError: one does not (the first is named), before anything is generated.
     """
-    nobody = [(prompts.style.label(i), "") for i in range(len(agents))]
+    nobody = [(prompts.style.label(i), CUT) for i in range(len(agents))]
     for agent in agents:
         limit = agent.max_prompt_tokens
         if limit is None or agent.tokenizer is None:
             continue
+        frame = agent.encode([{"role": "user", "content": "?"}])
+        around = 0 if frame is None else len(frame)
         for problem in problems:
             # a token stands for at least one byte: what is short in bytes need not be encoded
             longest = prompts.debate(problem, nobody)[0]["content"]
-            if len(longest.encode()) < limit // 2:
+            if len(longest.encode()) + around <= limit:
                 continue
             for messages in (prompts.first(problem), prompts.debate(problem, nobody)):
                 ids = agent.encode(messages)

@@ -12,8 +12,9 @@ from umad.config import AgentConfig, Recipe
 from umad.debate.driver import Driver
 from umad.evaluation.evaluate import Evaluation, evaluate, read_summary, write_evaluation
 from umad.records import Problem, UserError, atomic_writer
+from umad.reporting.progress import logged
 from umad.runs import build
-from umad.runs.folder import RunFolder, disk_errors, is_run, start_folder
+from umad.runs.folder import RunFolder, check_folder, disk_errors, evaluated_steps, is_run, start_folder
 
 START = 0
 """The step of the models as a run starts."""
@@ -54,10 +55,12 @@ def eval_command(target: str, overrides: Sequence[str] = (), step: str | None = 
     recipe = load_recipe(target, overrides)
     build.check(recipe)
     problems = build.problems_of(recipe, "eval")
-    folder = start_folder(recipe, resume=False)
-    where = folder.evaluation(START)
-    _evaluate_models(recipe, problems, START, where)
-    copy_summary(folder, where)
+    check_folder(recipe, again=True)
+    where = RunFolder(recipe.folder).evaluation(START)
+    if not _is_done(where, recipe):
+        _evaluate_models(recipe, problems, START, where)
+        note_settings(where, recipe)
+    copy_summary(RunFolder(recipe.folder))
     return [where]
 
 
@@ -82,8 +85,9 @@ def _eval_run(folder: RunFolder, overrides: Sequence[str], step: str | None) -> 
         where = folder.evaluation(number)
         if not _is_done(where, recipe):
             _evaluate_models(_with_checkpoint(recipe, folder, number), problems, number, where)
+            note_settings(where, recipe)
         done.append(where)
-    copy_summary(folder, done[-1])
+    copy_summary(folder)
     return done
 
 
@@ -102,7 +106,7 @@ def _is_done(where: Path, recipe: Recipe) -> bool:
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
     settings: dict[str, Any] = recipe.model_dump(
-        mode="json", include={"evaluation", "debate", "grading", "data", "sampling"}
+        mode="json", include={"agents", "engine", "evaluation", "debate", "grading", "data", "sampling"}
     )
     return settings
 
@@ -125,15 +129,17 @@ def _with_checkpoint(recipe: Recipe, folder: RunFolder, step: int) -> Recipe:
 def _evaluate_models(recipe: Recipe, problems: Sequence[Problem], step: int, where: Path) -> None:
     loaded = [] if recipe.engine.backend == "scripted" else build.load_agents(recipe)
     agents = build.agents_of(recipe, loaded, own_copy=False)
-    prompts = build.prompts_of(recipe)
+    prompts = build.prompts_of(recipe, agents)
     build.check_prompts(agents, prompts, problems, "eval")
-    with build.grader_of(recipe) as grader:
+    if recipe.folder == where.parent.parent and not is_run(recipe.folder):
+        start_folder(recipe)
+    with logged(RunFolder(where.parent.parent).log), build.grader_of(recipe) as grader:
         measure(recipe, Driver(agents, prompts, grader), problems, step, where)
-    note_settings(where, recipe)
 
 
-def copy_summary(folder: RunFolder, where: Path) -> None:
-    """The run's `summary.json` is that of its newest evaluation."""
-    summary = read_summary(where)
-    with atomic_writer(folder.summary) as file:
+def copy_summary(folder: RunFolder) -> None:
+    """The run's `summary.json` is that of its highest step that is evaluated."""
+    last = evaluated_steps(folder.path)[-1]
+    summary = read_summary(folder.evaluation(last))
+    with disk_errors(folder.summary), atomic_writer(folder.summary) as file:
         file.write(json.dumps(summary, indent=2, ensure_ascii=False) + "\n")

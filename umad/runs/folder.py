@@ -57,43 +57,60 @@ class RunFolder:
         write_jsonl(self.transcript(step), (debate.to_row() for debate in debates))
         write_rollouts(self.rollouts(step), debates)
 
-    def note(self, text: str) -> None:
-        """Appends a line to log.txt."""
-        with self.log.open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
-
 
 def is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file()
 
 
-def start_folder(recipe: Recipe, *, resume: bool) -> RunFolder:
-    """Makes the run folder (or, resuming, finds it) and writes the resolved recipe.
+def evaluated_steps(path: Path) -> list[int]:
+    """Steps with a finished evaluation, in order."""
+    found = (path / "eval").glob("step_*/summary.json") if (path / "eval").is_dir() else ()
+    return sorted(int(p.parent.name.removeprefix("step_")) for p in found)
+
+
+def check_folder(recipe: Recipe, *, again: bool) -> None:
+    """Looks whether the recipe's run can go into its folder; nothing is written.
+
+    again: a run that is there already may be gone on with, where its recipe is the same but for settings that may change.
 
     Raises:
-        UserError: there is a run in it already and `resume` is not asked for, or it is not writable.
+        UserError: it cannot; the message says why and what to do.
     """
-    folder = RunFolder(recipe.folder)
-    path = folder.path
+    from umad.learning.checkpoint import recipe_differences
+
+    path = recipe.folder
     if path.exists() and not path.is_dir():
         raise UserError(f"output: {path} is a file, not a folder")
-    if is_run(path) and not resume:
-        raise UserError(
-            f"output: {path} already holds a run; add --resume to go on with it, or choose another folder with output=DIR"
-        )
-    if not is_run(path) and path.is_dir() and any(path.iterdir()):
+    if is_run(path):
+        if not again:
+            raise UserError(
+                f"output: {path} already holds a run; add --resume to go on with it, or choose another folder with output=DIR"
+            )
+        saved = load_recipe(path / "config.yaml")
+        differences = recipe_differences(saved.model_dump(mode="json"), recipe.model_dump(mode="json"))
+        if differences:
+            raise UserError(
+                f"output: {path} holds a run of another recipe:\n  "
+                + "\n  ".join(differences)
+                + "\nundo these changes, or choose another folder with output=DIR"
+            )
+    elif path.is_dir() and any(path.iterdir()):
         raise UserError(f"output: {path} is not empty and holds no run; choose another folder with output=DIR")
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not os.access(nearest, os.W_OK):
+        raise UserError(f"output: {nearest} is not writable; choose another folder with output=DIR")
+
+
+def start_folder(recipe: Recipe) -> RunFolder:
+    """Makes the run folder, after `check_folder`, and writes the resolved recipe (on resume with what may change)."""
+    folder = RunFolder(recipe.folder)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        if not is_run(path):
-            with atomic_writer(folder.config) as file:
-                file.write(dump_recipe(recipe))
+        folder.path.mkdir(parents=True, exist_ok=True)
+        with atomic_writer(folder.config) as file:
+            file.write(dump_recipe(recipe))
     except OSError as error:
-        raise UserError(
-            f"output: {path} cannot be written ({error.strerror or error}); choose another with output=DIR"
-        ) from None
-    if not os.access(path, os.W_OK):
-        raise UserError(f"output: {path} is not writable; choose another with output=DIR")
+        reason = error.strerror or error
+        raise UserError(f"output: {folder.path} cannot be written ({reason}); choose another with output=DIR") from None
     return folder
 
 

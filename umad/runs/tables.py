@@ -10,7 +10,7 @@ from typing import Any
 
 from umad.records import UserError, atomic_writer, read_debates, to_json
 from umad.reporting.progress import say, table
-from umad.runs.folder import RunFolder
+from umad.runs.folder import RunFolder, evaluated_steps
 
 
 def percent(value: float | None, interval: Sequence[float | None] | None = None) -> str:
@@ -81,12 +81,6 @@ def print_run(path: Path) -> None:
     elif steps:
         print_evaluation(folder.evaluation(steps[0]))
     say(f"next: umad eval {path} --step all · open {path / 'report.html'}")
-
-
-def evaluated_steps(path: Path) -> list[int]:
-    """Steps with a finished evaluation, in order."""
-    found = (path / "eval").glob("step_*/summary.json") if (path / "eval").is_dir() else ()
-    return sorted(int(p.parent.name.removeprefix("step_")) for p in found)
 
 
 def print_before_after(before: Path, after: Path, first: int, last: int) -> None:

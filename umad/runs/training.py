@@ -9,13 +9,14 @@ from typing import Any
 
 from umad.config import Recipe
 from umad.debate.driver import Driver
+from umad.learning.rewards import load_functions
 from umad.learning.trainer import ProblemSampler, StepResult, Trainer, total_steps
 from umad.records import Problem, UserError
-from umad.reporting.progress import progress, say, warn
+from umad.reporting.progress import logged, progress, say, warn
 from umad.reporting.sinks import Sinks
 from umad.runs import build
 from umad.runs.evaluating import START, copy_summary, measure, note_settings
-from umad.runs.folder import RunFolder, disk_errors, start_folder
+from umad.runs.folder import RunFolder, check_folder, disk_errors, start_folder
 
 UNPARSED_STEPS = 3
 """So many steps in a row without one parsable answer are worth a loud warning."""
@@ -44,6 +45,8 @@ def train(recipe: Recipe, *, resume: bool = False) -> RunFolder:
     if recipe.training is None:
         raise UserError("training: is missing; this recipe only evaluates (umad eval)")
     build.check(recipe)
+    check_folder(recipe, again=resume)
+    load_functions(recipe.reward)
     problems = build.problems_of(recipe, "train")
     evaluation = recipe.evaluation
     measures = evaluation.before or evaluation.after or evaluation.every
@@ -57,24 +60,29 @@ def train(recipe: Recipe, *, resume: bool = False) -> RunFolder:
     start = time.perf_counter()
     loaded = build.load_agents(recipe)
     agents = build.agents_of(recipe, loaded, own_copy=True)
-    prompts = build.prompts_of(recipe)
+    prompts = build.prompts_of(recipe, agents)
     build.check_prompts(agents, prompts, problems, "train")
     build.check_prompts(agents, prompts, held_out, "eval")
     policies = {agent.config.name: build.policy_for(recipe, agent, steps) for agent in loaded}
     prepared = time.perf_counter() - start
-    folder = start_folder(recipe, resume=resume)
+    folder = start_folder(recipe)
     if resume:
         remove_leftovers(folder.path)
     checkpoint = latest_checkpoint(folder.path) if resume else None
-    with build.grader_of(recipe) as grader, Sinks(folder.path, recipe, steps=steps, prepared=prepared) as sinks:
+    with (
+        disk_errors(folder.path),
+        logged(folder.log),
+        build.grader_of(recipe) as grader,
+        Sinks(folder.path, recipe, steps=steps, prepared=prepared) as sinks,
+    ):
         driver = Driver(agents, prompts, grader)
         sampler = ProblemSampler(problems, recipe.training.problems_per_step, recipe.seed)
         trainer = Trainer(recipe, driver, build.protocol_of(recipe), policies, sampler)
         run = _Run(recipe, folder, trainer, {a.config.name: a.tokenizer for a in loaded}, sinks, held_out, steps)
         first = _begin(run, checkpoint, resume)
-        with progress("training", total=steps, unit="steps", done=first - 1) as bar, disk_errors(folder.path):
+        with progress("training", total=steps, unit="steps", done=first - 1) as bar:
             _steps(run, first, bar)
-    _finish(run)
+        _finish(run)
     return folder
 
 
@@ -86,6 +94,10 @@ def _begin(run: _Run, checkpoint: Any, resume: bool) -> int:
 
         done = int(load_checkpoint(checkpoint, run.trainer.policies, run.recipe.model_dump(mode="json"))["step"])
         say(f"resuming after step {done} ({checkpoint})")
+        if done >= run.steps:
+            say(
+                f"nothing is left to train: step {done} of {run.steps} is done (training.steps or epochs makes it longer)"
+            )
     elif resume:
         say(f"{run.folder.path} has no complete checkpoint; starting from the first step")
     run.sinks.cut(done)
@@ -100,10 +112,10 @@ def _steps(run: _Run, first: int, bar: Any) -> None:
     for step in range(first, run.steps + 1):
         result = run.trainer.step(step)
         silent = silent + 1 if _no_answer(result) else 0
-        if silent == UNPARSED_STEPS:
-            warn(_SILENT.format(n=UNPARSED_STEPS, where=run.folder.transcript(step)))
         if _due(run.recipe.logging.transcripts, step):
             run.folder.write_step(step, result.debates)
+        if silent == UNPARSED_STEPS:
+            warn(_SILENT.format(n=UNPARSED_STEPS, where=run.folder.path / "transcripts"))
         # the row comes before the checkpoint: on resume rows after it are cut, none can be missing. So the time that
         # saving took stands in the next step's row
         run.sinks.log(step, result.metrics | saving)
@@ -158,7 +170,7 @@ def _evaluate_if_due(run: _Run, step: int) -> None:
         return
     measure(run.recipe, run.trainer.driver, run.problems, step, where)
     note_settings(where, run.recipe)
-    copy_summary(run.folder, where)
+    copy_summary(run.folder)
 
 
 def _finish(run: _Run) -> None:

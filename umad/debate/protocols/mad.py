@@ -28,4 +28,4 @@ async def debate(problem: Problem, seats: list[Seat], table: Table, settings: Se
         for i, rollout in enumerate(table.rollouts):
             turns[rollout].append(tuple(said[i * len(seats) : (i + 1) * len(seats)]))
         last = list(turns[table.rollouts[0]][-1])
-    return [Outcome(tuple(turns[r]), await table.vote(turns[r][-1])) for r in table.rollouts]
+    return [Outcome(tuple(turns[r]), await table.vote(turns[r][-1], r)) for r in table.rollouts]
