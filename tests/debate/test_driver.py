@@ -222,3 +222,15 @@ def test_ties_are_drawn_anew_for_every_rollout() -> None:
     for i in range(5):
         elected = {d.decision.answer for d in debates if d.decision and d.instance == i}
         assert elected == {"1", "2"}
+
+
+def test_answers_without_a_canonical_form_are_one_class_where_math_verify_finds_them_equal() -> None:
+    texts = {"a": boxed(r"\int_0^1 2x dx"), "b": boxed(r"\int_0^1 (x+x) dx"), "c": boxed(r"\int_0^1 5x dx")}
+    scripts = {name: (lambda r, text=text: text) for name, text in texts.items()}
+    driver = driver_of(scripts)
+    problem = Problem("integral", "?", "1")
+    debate = driver.run(jobs_for([problem], 1), load_protocol("single"), SAMPLING, 0, "test")[0]
+    a, b, c = (r.key for r in debate.turns[0])
+    assert a == b != c
+    assert debate.decision is not None
+    assert debate.decision.answer in (r"\int_0^1 2x dx", r"\int_0^1 (x+x) dx")

@@ -15,12 +15,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from umad.debate.agents import Agent
 from umad.debate.prompts import Prompts
-from umad.debate.table import Outcome, Table
+from umad.debate.table import LOOSE, Outcome, Table
 from umad.engines.base import Generation, GenerationError, Request
 from umad.records import Cost, Debate, Problem, Response, Sampling, UserError
 
@@ -98,6 +98,7 @@ class Driver:
                 seed_root=f"{seed}/{label}",
                 generate=session.generate,
                 grade=session.grade,
+                class_keys=self.grader.class_keys,
                 rollouts=job.rollouts,
             )
             for job in jobs
@@ -107,7 +108,28 @@ class Driver:
             return await asyncio.gather(*(_finish(table, protocol, seed, mode) for table in tables))
 
         finished = _run_loop(everything, session)
-        return [debate for group in finished for debate in group]
+        return _merge_classes([debate for group in finished for debate in group], self.grader)
+
+
+def _merge_classes(debates: Sequence[Debate], grader: Grader) -> list[Debate]:
+    """Answers without a canonical form get one key where math-verify finds them equal, over all debates of a problem."""
+    loose = {d.problem.id for d in debates if any(r.key.startswith(LOOSE) for r in d.responses())}
+    merged: dict[tuple[str, str | None], str] = {}
+    for problem_id in sorted(loose):
+        said = [(r.answer, d.problem.kind) for d in debates if d.problem.id == problem_id for r in d.responses()]
+        answers = sorted({answer for answer, _ in said if answer is not None})
+        merged |= {(problem_id, a): key for a, key in zip(answers, grader.class_keys(answers, said[0][1]), strict=True)}
+
+    def keyed(debate: Debate) -> Debate:
+        if debate.problem.id not in loose:
+            return debate
+        turns = tuple(
+            tuple(replace(r, key=merged.get((debate.problem.id, r.answer), r.key)) for r in turn)
+            for turn in debate.turns
+        )
+        return replace(debate, turns=turns)
+
+    return [keyed(debate) for debate in debates]
 
 
 async def _finish(table: Table, protocol: Protocol, seed: int, mode: str) -> list[Debate]:

@@ -21,6 +21,10 @@ _depth: ContextVar[int] = ContextVar("depth", default=0)
 """How many calls, one after another, led to this point of a protocol."""
 
 
+LOOSE = "s:"
+"""Keys of answers without a canonical form begin so; they are merged where several stand beside each other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a protocol returns for one rollout: its turns and its decision."""
@@ -61,6 +65,7 @@ class Table:
     seed_root: str
     generate: Callable[[Agent, Request], Awaitable[Generation]]
     grade: Callable[[GradeItem], Awaitable[Grade]]
+    class_keys: Callable[[Sequence[str | None], str | None], list[str]]
     rollouts: tuple[int, ...] = (0,)
     costs: dict[int, Cost] = field(default_factory=dict)
     said: dict[int, list[Response]] = field(default_factory=dict)
@@ -120,11 +125,16 @@ class Table:
         own = self.rollouts[0] if rollout is None else rollout
         key = (self.instance, own, -1, rule, 0)
         seed = response_seed(self.seed_root, self.problem.id, self.occurrence, key)
-        won = vote([r.answer for r in responses], seed, keys=[r.key for r in responses])
+        answers, keys = [r.answer for r in responses], [r.key for r in responses]
+        if any(r.key.startswith(LOOSE) for r in responses):
+            keys = self.class_keys(answers, self.problem.kind)
+        won = vote(answers, seed, keys=keys)
         if won is None:
             return Decision(None, False if self.problem.gold is not None else None, rule)
         # members of one class can differ in their verdict (25% against a gold of 0.25): the elected wording decides
-        correct = next(r.correct for r in responses if r.key == won.key and r.answer == won.answer)
+        correct = next(
+            r.correct for r, key in zip(responses, keys, strict=True) if (key, r.answer) == (won.key, won.answer)
+        )
         return Decision(won.answer, correct, rule, won.key)
 
 
