@@ -116,3 +116,19 @@ def test_an_empty_list_of_golds_is_refused(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"gold": [], "candidate": "1"}])
     with pytest.raises(UserError, match=r"a\.jsonl:1: 'gold' is an empty list"):
         grade_file(path)
+
+
+@pytest.mark.parametrize("kind", ["code:no_such_module:f", "code:json:no_such_function"])
+def test_a_kind_whose_function_cannot_be_found_is_the_users_error(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"gold": "1", "candidate": "1"}\n')
+    with pytest.raises(UserError, match=kind):
+        grade_file(path, None, kind)
+
+
+@pytest.mark.parametrize("gold", ["NaN", "inf", "None"])
+def test_golds_that_are_no_answer_are_refused(tmp_path: Path, gold: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"gold": gold, "candidate": gold}) + "\n")
+    with pytest.raises(UserError, match=r"rows\.jsonl:1"):
+        grade_file(path)

@@ -228,6 +228,8 @@ def test_a_second_run_into_the_same_folder_is_refused(root: Path, tmp_path: Path
         (["data.train.path=/nowhere.jsonl"], "/nowhere.jsonl"),
         (["agents.0.model=/nowhere"], "/nowhere"),
         (["debate.protocol=madd"], "mad"),
+        (["data.train.kind=maths"], "'math'"),
+        (["data.train.kind=code:nomod:f"], "nomod"),
         (["output=/proc/umad"], "output"),
     ],
 )

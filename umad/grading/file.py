@@ -11,7 +11,7 @@ from typing import Any
 
 from umad.grading.golds import check_golds
 from umad.grading.grader import Grade, GradeItem, Grader
-from umad.grading.kinds import KINDS, check_kind
+from umad.grading.kinds import KINDS, check_function, check_kind
 from umad.records import UserError, atomic_writer, read_jsonl, to_json
 
 BATCH = 512
@@ -100,6 +100,7 @@ def grade_file(
     run). `progress(done, total)` is called after every batch. A broken row is a `UserError` with file and line.
     """
     check_kind(kind)
+    check_function(kind)
     path, unknown = Path(path), Counter[str]()
     started = time.monotonic()
     rows = [(number, row, _item(path, number, row, kind, unknown)) for number, row in read_jsonl(path)]

@@ -55,6 +55,10 @@ def check_golds(golds: Iterable[tuple[object, str]], grader: Grader | None = Non
     return sorted(faults, key=lambda fault: fault.index)
 
 
+_NO_NUMBER = ("nan", "-nan", "none", "null", "inf", "-inf")
+"""What other programs write where they have no answer; it would equal itself in a model's output."""
+
+
 def _fault(gold: object, kind: str) -> str | None:
     """Why a gold is at fault; None: it is fine; "": only math-verify can tell."""
     try:
@@ -69,6 +73,8 @@ def _fault(gold: object, kind: str) -> str | None:
         return None if option_letter(gold) else f"{gold!r:.80} names no option"
     if kind not in ("math", "number"):
         return None
+    if gold.strip().lower() in _NO_NUMBER:
+        return f"{gold!r} is what a failed computation leaves, not an answer"
     if kind == "number":
         scalars = [form for form in _numbers(gold, readings(gold)) if isinstance(form, Scalar)]
         return None if scalars else f"{gold!r:.80} holds no single number"

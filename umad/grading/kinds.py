@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 
 from umad.records import UserError
@@ -13,6 +14,20 @@ _FUNCTION = re.compile(r"code:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 def is_kind(kind: object) -> bool:
     return isinstance(kind, str) and (kind in KINDS or _FUNCTION.fullmatch(kind) is not None)
+
+
+def check_function(kind: str) -> None:
+    """Raises `UserError` where the function of a `code:` kind cannot be imported. Imports it: only for the user's own kinds,
+    never for one that data names."""
+    if not kind.startswith("code:"):
+        return
+    _, module, name = kind.split(":")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # a user's module may fail in any way
+        raise UserError(f"answer kind {kind!r}: {module} cannot be imported ({error})") from error
+    if not callable(found):
+        raise UserError(f"answer kind {kind!r}: {module} has no function {name!r}")
 
 
 def check_kind(kind: str) -> None:

@@ -12,6 +12,7 @@ from umad.debate.driver import Driver, jobs_for
 from umad.debate.prompts import CUT, Prompts, special_strings
 from umad.debate.protocols import Protocol, load_protocol
 from umad.grading import Grader
+from umad.grading.kinds import check_function, check_kind
 from umad.records import Debate, Problem, Sampling, UserError
 
 if TYPE_CHECKING:
@@ -80,6 +81,9 @@ def problems_of(recipe: Recipe, role: Literal["train", "eval"]) -> list[Problem]
     source: SourceConfig | None = recipe.data.train if role == "train" else recipe.data.eval
     if source is None:
         raise UserError(f"data.{role}: is missing; give a name or a path")
+    if source.kind is not None:
+        check_kind(source.kind)
+        check_function(source.kind)
     with progress(f"reading data.{role}"):
         loaded = load_problems(source, role, recipe.data.on_bad_rows, gold_faults)
     if loaded.skipped:
