@@ -39,3 +39,37 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def code_blocks(page: Path) -> dict[str, str]:
+    """Python blocks of a page by the file name in their first line."""
+    blocks = re.findall(r"```python\n# (\w+\.py)(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    return {name: f"# {rest}" for name, rest in blocks}
+
+
+def test_the_reward_and_the_protocol_of_the_how_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from umad.config import RewardConfig
+    from umad.debate.agents import Agent
+    from umad.debate.driver import Driver, jobs_for
+    from umad.debate.prompts import Prompts
+    from umad.debate.protocols import load_protocol
+    from umad.engines.scripted import ScriptedEngine
+    from umad.grading import Grader
+    from umad.learning.rewards import load_functions, reward_debate
+    from umad.records import Problem, Sampling
+
+    blocks = code_blocks(ROOT / "docs/howto.md")
+    assert set(blocks) == {"my_rewards.py", "my_protocols.py"}
+    for name, code in blocks.items():
+        (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    agents = [Agent(name, ScriptedEngine(lambda r: r"well \boxed{2}")) for name in "abc"]
+    driver = Driver(agents, Prompts("compact"), Grader())
+    jobs = jobs_for([Problem("p", "1+1", "2")], 1)
+    debate = driver.run(jobs, load_protocol("module:my_protocols"), Sampling(9), 0, "test")[0]
+    assert debate.error is None
+    assert [len(r.saw) for r in debate.turns[0]] == [0, 1, 2]
+    assert debate.cost.depth == 3
+    config = RewardConfig.model_validate({"functions": [{"function": "my_rewards:short", "weight": 0.1}]})
+    rewarded = reward_debate(debate, config, load_functions(config))
+    assert rewarded.turns[0][0].parts["short"] == pytest.approx(0.1 * (1 - 2 / 100))
