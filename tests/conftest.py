@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    # a shell that starts the tests in the background hands down an ignored Ctrl-C; tests of Ctrl-C need it back
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -284,7 +284,7 @@ class EvaluationConfig(Section):
 class GradingConfig(Section):
     require_box: bool = False
     """Only a boxed answer counts."""
-    time_limit: float = Field(2.0, gt=0)
+    time_limit: float = Field(5.0, gt=0)
     """Seconds for one comparison."""
     memory_limit: int = Field(1024, ge=256)
     """MB for one worker."""

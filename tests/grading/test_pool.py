@@ -60,7 +60,7 @@ def wait_until(condition, seconds: float) -> bool:
 
 @pytest.fixture
 def pool():
-    pool = Pool(size=2, time_limit=2.0, memory_limit=400)
+    pool = Pool(size=2, time_limit=6.0, memory_limit=400)
     yield pool
     pool.close()
 

@@ -155,6 +155,7 @@ def model_source(config: AgentConfig, seed: int) -> str:
 
             def tell(step: int, most: int, note: str) -> None:
                 bar.label = f"warm start of {config.model} ({note})"
+                bar.total = most
                 bar.advance(step - bar.done)
 
             return str(tiny_agent(config.model, seed, progress=tell))
