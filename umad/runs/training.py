@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ def train(recipe: Recipe, *, resume: bool = False) -> RunFolder:
 
     if recipe.training is None:
         raise UserError("training: is missing; this recipe only evaluates (umad eval)")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("training runs in one process so far; launch it with --num_processes 1, or as umad train")
     build.check(recipe)
     check_folder(recipe, again=resume)
     load_functions(recipe.reward)
