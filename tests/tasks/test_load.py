@@ -348,6 +348,8 @@ def test_a_row_may_have_its_own_kind_alternatives_and_several_required_answers(t
     assert (roots.required, roots.kind) == (("-2",), "math")
     assert (capital.alternatives, capital.kind) == (("City of Light",), "text")
     assert which.choices == ("red", "blue")
+    path.write_text("".join(json.dumps({**rows[0], "id": k, "kind": k}) + "\n" for k in ("number", "arithmetic")))
+    assert [p.kind for p in load_problems(SourceConfig(path=str(path)), "eval").problems] == ["number", "math"]
     path.write_text(json.dumps({**rows[0], "answer_kind": "code:os:system"}) + "\n")
     with pytest.raises(UserError, match=r"rows\.jsonl:1: answer_kind"):
         load_problems(SourceConfig(path=str(path)), "eval")

@@ -95,7 +95,8 @@ def print_before_after(before: Path, after: Path, first: int, last: int) -> None
     for t in range(min(old["turns"], new["turns"])):
         for name in agents:
             cells = [percent(s["accuracy"][name][t], s["accuracy_ci"][name][t]) for s in (old, new)]
-            rows.append([t + 1, name, *cells, ""])
+            own = difference["agents"].get(name)
+            rows.append([t + 1, name, *cells, _signed(own[t]) if own else "–"])
         cells = [percent(s["mean_accuracy"][t], s["mean_accuracy_ci"][t]) for s in (old, new)]
         gain = difference["mean"][t]
         rows.append([t + 1, "mean of agents", *cells, _signed(gain)])

@@ -32,12 +32,14 @@ class Fields:
 def to_problem(row: Mapping[str, Any], fields: Fields, kind: str | None, default_id: str, source: str) -> Problem:
     """Reads one row. A gold that is given as null stays None; everything else that is missing is a `BadRow`.
 
-    `kind` is the data set's; a row's own `answer_kind` wins. `alternatives` (other right answers) and `required` (needed
+    `kind` is the data set's; a row's own `answer_kind` (or `kind`, where it names
+    one of ours) wins. `alternatives` (other right answers) and `required` (needed
     beside the answer) are lists; an answer that is itself a list holds alternatives.
     """
     question = _text(_pick(row, fields.question, QUESTION_FIELDS), "question")
     options = _options(row["choices"]) if row.get("choices") else {}
-    kind = _kind(row.get("answer_kind")) or kind or ("choice" if options else "math")
+    plain = row.get("kind") if row.get("kind") in KINDS else None  # many sets have a `kind` that means something else
+    kind = _kind(row.get("answer_kind")) or plain or kind or ("choice" if options else "math")
     gold, alternatives = _gold(row, fields.answer)
     alternatives += _list(row, "alternatives")
     required = _list(row, "required")
