@@ -309,6 +309,21 @@ class Debate:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """What the trainer's own forward pass says about one completion: float32 [C] each, nats, logits divided by the
+    rollout temperature but for `logit`."""
+
+    logprobs: np.ndarray
+    """Of the completion's tokens."""
+    entropy: np.ndarray
+    """Of the full next-token distributions."""
+    certainty: np.ndarray
+    """KL(uniform || policy) over the vocabulary: how far each distribution is from knowing nothing (arXiv 2502.18581)."""
+    logit: np.ndarray
+    """The tokens' logits as the model gives them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """What reaches the learner: one response as token ids, and nothing of the debate that it came from.
 
@@ -328,6 +343,11 @@ class Sample:
     advantage: float = 0.0
     """Eq. 4's A' after normalisation and weighting."""
     weight: float = 1.0
+    token_advantages: np.ndarray | None = None
+    """float32 [C]: what each token's loss is multiplied with, where a weight mode tells tokens apart; then `advantage` is
+    their mean."""
+    scores: Scores | None = None
+    """Where the trainer scored it before this iteration's first update."""
     in_loss: bool = True
     """False: counts neither in the loss nor in its normaliser (ungraded, masked)."""
 
