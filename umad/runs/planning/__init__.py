@@ -1,0 +1,1 @@
+"""What `umad plan` knows: model shapes, GPUs, memory, compute."""

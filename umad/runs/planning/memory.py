@@ -1,0 +1,416 @@
+"""GPU memory of a run, from the shapes of its models: what stays, and what each phase adds at its peak.
+
+The formulas for activations count the tensors that PyTorch keeps for the backward pass of a decoder layer as transformers
+writes it: two RMS norms, attention that doesn't keep its scores (flash or sdpa), a gated feed-forward part. With H hidden,
+I intermediate, A = heads * head size, K = key-value heads * head size, bytes per token and layer:
+
+    float32            24 H + 16 I + 8 A + 8 K + 4 heads + 8
+    bfloat16 autocast  26 H +  8 I + 4 A + 4 K + 4 heads + 8    (float32 weights and residual stream)
+    bfloat16           16 H +  8 I + 4 A + 4 K + 4 heads + 8    (bfloat16 weights: DeepSpeed)
+
+Normalised queries and keys add 8 (A + K) + 4 heads + 4 kv_heads (float32) or 6 (A + K) + ... (bfloat16). A test compares
+them with what a real model holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from umad.config import AgentConfig, Recipe, TrainingConfig
+from umad.runs.planning.machines import Layout
+from umad.runs.planning.shapes import Shape
+from umad.runs.planning.work import Lengths, kv_elements
+
+PHASES = ("generation", "scoring", "update", "push", "idle")
+
+Mode = Literal["float32", "autocast", "bfloat16"]
+"""How the update computes; `autocast`: bfloat16 products on float32 weights."""
+
+BUCKET = 5e8
+"""Numbers in a bucket of gradients that DeepSpeed reduces at once (its default)."""
+LIVE = 1e9
+"""Parameters that ZeRO-3 keeps whole at most (its default)."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What the plan has to know of one agent."""
+
+    config: AgentConfig
+    shape: Shape
+    lengths: Lengths
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are updated."""
+        if not self.config.trainable:
+            return 0
+        adapter = self.config.adapter
+        if adapter is None:
+            return self.shape.parameters
+        return self.shape.adapter_parameters(adapter.rank, adapter.targets)
+
+
+@dataclass
+class Phase:
+    """Bytes on one GPU: `parts` by name; what stays between the phases is one of them."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def mode_of(training: TrainingConfig, layout: Layout) -> Mode:
+    if training.precision == "float32":
+        return "float32"
+    return "bfloat16" if layout.deepspeed else "autocast"
+
+
+def needs_scores(recipe: Recipe) -> bool:
+    """Whether samples are scored by the trainer before they are learned from (as `Trainer.samples` decides)."""
+    training, weight = recipe.training, recipe.advantage.weight
+    if training is None:
+        return False
+    exact = recipe.engine.dtype == "float32" and training.precision == "float32"
+    own = weight.mode != "none" and (weight.logprobs == "trainer" or (weight.logprobs == "auto" and not exact))
+    return weight.mode in ("ucas", "edge") or own or (training.updates_per_batch > 1 and not exact)
+
+
+# --- what stays -------------------------------------------------------------------------------------------------------
+
+
+def resident(seat: Seat, recipe: Recipe, layout: Layout, *, base: bool = True) -> dict[str, float]:
+    """Bytes that an agent has on each GPU throughout. base: whether a shared base is counted with this agent."""
+    shape, training, trained = seat.shape, recipe.training, seat.trained
+    parts: dict[str, float] = {}
+    if training is not None:
+        mode = mode_of(training, layout)
+        n = layout.gpus
+        size = 2 if mode == "bfloat16" else 4
+        shares = n if layout.zero == 3 else 1
+        frozen = shape.parameters if seat.config.adapter is not None or not trained else 0
+        if layout.offload != "all":
+            parts["weights"] = size * trained / shares + (4 if size == 4 else size) * frozen * base / shares
+        if layout.deepspeed and trained and layout.offload == "none":
+            parts["master weights"] = 4 * trained / n
+        if trained and layout.offload == "none":
+            parts["optimiser"] = 8 * trained / (n if layout.deepspeed else 1)
+        if recipe.loss.kl.coef > 0 and trained and seat.config.adapter is None:
+            parts["reference"] = reference_bytes(shape, mode)
+    if recipe.engine.backend != "scripted":
+        parts["engine"] = engine_size(recipe) * shape.parameters
+    return {name: value for name, value in parts.items() if value}
+
+
+def reference_bytes(shape: Shape, mode: Mode) -> float:
+    """Under autocast linear layers are kept in bfloat16; embeddings, a head tied to them, and norms are not."""
+    if mode == "autocast":
+        narrow = shape.linear_parameters + (0 if shape.tied else shape.head_parameters)
+        return 2.0 * narrow + 4 * (shape.parameters - narrow)
+    return float((4 if mode == "float32" else 2) * shape.parameters)
+
+
+def engine_size(recipe: Recipe) -> int:
+    return 2 if recipe.engine.dtype == "bfloat16" else 4
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+COLUMNS = 64
+"""Room for keys and values grows by at least so many tokens, and by half (`umad.engines.kv`)."""
+
+
+def kv_columns(prompt: int, longest: int) -> int:
+    """Tokens that the cache has room for in each row when a prompt's longest response is finished."""
+    have = _ceil(prompt + COLUMNS)
+    while have < prompt + longest:
+        have = _ceil(max(have + 1, have + have // 2))
+    return have
+
+
+def _ceil(columns: int) -> int:
+    return -(-columns // COLUMNS) * COLUMNS
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Bytes of one engine. cache: keys and values with all rows at their longest. start: as they are when prompts have been
+    computed. prompts: most that a pass over prompts takes. step: most that one decode step takes on top of the cache."""
+
+    cache: float
+    start: float
+    prompts: float
+    step: float
+
+
+def generation(seat: Seat, recipe: Recipe) -> Generation:
+    from umad.engines.sampling import _BLOCK
+    from umad.engines.transformers import PREFILL_TOKENS
+
+    shape, size, lengths = seat.shape, engine_size(recipe), seat.lengths
+    rows = min(recipe.engine.max_batch, lengths.most_rows)
+    prompt, longest = lengths.worst_prompt, max(lengths.longest, recipe.evaluation.max_tokens or 0)
+    per_token = float(size * kv_elements(shape))
+    cache = per_token * rows * kv_columns(prompt, longest)
+    start = per_token * rows * _ceil(prompt + COLUMNS)
+    passes = max(1, math.ceil(rows * prompt / PREFILL_TOKENS))
+    tokens = max(prompt, rows * prompt / passes)
+    prefix = tokens * per_token
+    computing = tokens * forward_bytes(shape, "float32" if size == 4 else "bfloat16")
+    before = start * (passes - 1) / passes  # the cache holds the rows of earlier passes
+    numbers = rows * shape.vocabulary
+    # logits and their float32 copy; sampling scales and exponentiates a block of them and sums it up in float64
+    sampling = numbers * (4 + (2 if size == 2 else 0)) + min(numbers, max(_BLOCK, shape.vocabulary)) * 16
+    growing = cache / shape.layers * 2 / 3  # a layer's cache grows by half into new memory
+    return Generation(cache, start, max(prefix + computing + before, prefix + start), max(float(sampling), growing))
+
+
+def generation_parts(seats: Sequence[Seat], recipe: Recipe) -> dict[str, float]:
+    """All engines decode side by side; one of them at a time computes: a step, or its prompts while the others wait with
+    their caches full."""
+    found = [generation(seat, recipe) for seat in seats]
+    everything = sum(g.cache for g in found)
+    moments = [{"key-value cache": everything, "decoding": max(g.step for g in found)}]
+    moments += [{"key-value cache": everything - g.cache, "prompts": g.prompts} for g in found]
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+# --- the trainer's passes ---------------------------------------------------------------------------------------------
+
+
+def layer_bytes(shape: Shape, mode: Mode, scores: float = 0.0) -> float:
+    """What one token leaves in a layer for the backward pass. scores: tokens that a query's attention scores are kept of."""
+    wide = shape.heads * shape.head_dim
+    narrow = shape.kv_heads * shape.head_dim
+    full = mode == "float32"
+    per_hidden = {"float32": 24, "autocast": 26, "bfloat16": 16}[mode]
+    feed_forward = (16 if full else 8) if shape.gated else (8 if full else 4)
+    kept = per_hidden * shape.hidden + feed_forward * shape.intermediate + 8
+    kept += (8 if full else 4) * (wide + narrow) + 4 * shape.heads
+    if shape.qk_norm:
+        kept += (8 if full else 6) * (wide + narrow) + 4 * (shape.heads + shape.kv_heads)
+    return kept + (4 if full else 6) * shape.heads * scores
+
+
+def stream_bytes(shape: Shape, mode: Mode) -> int:
+    """One token's hidden state between layers."""
+    return (2 if mode == "bfloat16" else 4) * shape.hidden
+
+
+def forward_bytes(shape: Shape, mode: Mode) -> float:
+    """Most that one token takes in a pass that keeps nothing for a backward pass."""
+    full = mode == "float32"
+    feed_forward = (12 if full else 6) * shape.intermediate + (8 if mode == "bfloat16" else 16) * shape.hidden
+    wide = shape.heads * shape.head_dim + shape.kv_heads * shape.head_dim
+    attention = (12 if full else 8) * wide + (8 if mode == "bfloat16" else 16) * shape.hidden
+    return float(max(feed_forward, attention))
+
+
+def head_chunk_bytes(completion: float, shape: Shape, mode: Mode, device: str = "cuda") -> float:
+    """Buffers of the fused head: two float32 ones and one in bfloat16 where it computes in that, for a chunk of rows."""
+    from umad.learning.head import CHUNK_BYTES, CHUNK_BYTES_ELSEWHERE
+
+    row = shape.vocabulary * (8 if mode == "float32" else 10)
+    return min(completion, max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // row)) * float(row)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch at its largest: tokens, those of completions, length of its rows, and how many such batches an update
+    has on one GPU."""
+
+    tokens: float
+    completion: float
+    width: float
+    count: int
+
+
+def largest_batch(seat: Seat, training: TrainingConfig, layout: Layout) -> Batch:
+    lengths = seat.lengths
+    share = -(-lengths.samples // layout.gpus) // training.updates_per_batch
+    width = lengths.worst
+    everything = max(1, share) * width
+    tokens = max(width, min(training.micro_batch_tokens // width * width, everything))
+    # shorter rows fill the budget better, and have more completion in them
+    short = lengths.longest + min(lengths.worst_prompt, round(lengths.prompts[0]))
+    if lengths.turns > 1:
+        tokens = max(tokens, min(training.micro_batch_tokens // short * short, everything))
+    count = max(1, math.ceil(lengths.tokens() / layout.gpus / training.updates_per_batch / tokens))
+    return Batch(tokens, tokens * lengths.longest / (short if lengths.turns > 1 else width), width, count)
+
+
+def kept_scores(recipe: Recipe, mode: Mode, width: float, device: str) -> float:
+    """Eager attention keeps its scores, and so does sdpa in float32 on a GPU, where neither of its kernels that don't takes
+    grouped queries."""
+    attention = recipe.training.attention if recipe.training else "auto"
+    if attention == "eager" or (mode == "float32" and device == "cuda" and attention in ("auto", "sdpa")):
+        return width
+    return 0.0
+
+
+def scoring_parts(seat: Seat, recipe: Recipe, layout: Layout, device: str = "cuda") -> dict[str, float]:
+    training, shape = recipe.training, seat.shape
+    assert training is not None
+    mode = mode_of(training, layout)
+    batch = largest_batch(seat, training, layout)
+    tokens = batch.tokens
+    scores = kept_scores(recipe, mode, batch.width, device)
+    layer = forward_bytes(shape, mode) + 2 * (4 if mode == "float32" else 6) * shape.heads * scores
+    head = head_chunk_bytes(batch.completion, shape, mode, device)
+    head += (2 if mode == "autocast" else 0) * shape.head_parameters + batch.completion * shape.hidden * 6
+    moments = [
+        {"activations": tokens * layer},
+        {"activations": tokens * stream_bytes(shape, mode), "head": head},
+    ]
+    parts = max(moments, key=lambda found: sum(found.values()))
+    if mode == "autocast" and seat.config.adapter is None:
+        parts["bfloat16 copies of weights"] = 2.0 * shape.linear_parameters  # autocast keeps them to the pass's end
+    return parts | _gathered(shape, layout, mode)
+
+
+def update_parts(seat: Seat, recipe: Recipe, layout: Layout, device: str = "cuda") -> dict[str, float]:
+    """What the update of one agent adds, at the worst of three moments: at the head, where the backward pass begins, and at
+    its end."""
+    training, shape = recipe.training, seat.shape
+    assert training is not None
+    mode = mode_of(training, layout)
+    batch = largest_batch(seat, training, layout)
+    gradients = gradient_bytes(seat, layout, mode)
+    several = batch.count > 1  # the first micro-batch finds no gradients yet
+    moments = [
+        {"gradients": gradients * several, **_at_head(seat, recipe, batch, mode, device)},
+        {"gradients": gradients * several, **_in_backward(seat, recipe, batch, mode, device)},
+        {"gradients": gradients, "activations": batch.tokens * stream_bytes(shape, mode) * 2, **_at_end(seat, mode)},
+    ]
+    return max(moments, key=lambda parts: sum(parts.values())) | _gathered(shape, layout, mode)
+
+
+def gradient_bytes(seat: Seat, layout: Layout, mode: Mode) -> float:
+    """float32 throughout; ZeRO-2 and -3 keep a share of them and a bucket of those that are on their way."""
+    trained = seat.trained
+    if layout.zero < 2:
+        return 4.0 * trained
+    share = 0.0 if layout.offload != "none" else 4.0 * trained / layout.gpus
+    return share + 4 * min(BUCKET, trained)
+
+
+def _weight_copies(seat: Seat, mode: Mode, layers: float) -> dict[str, float]:
+    if mode != "autocast":
+        return {}
+    return {"bfloat16 copies of weights": 2.0 * seat.shape.linear_parameters * layers / seat.shape.layers}
+
+
+def _saved(seat: Seat, recipe: Recipe, batch: Batch, mode: Mode, device: str) -> tuple[float, float]:
+    """(bytes that all layers have kept when the head is reached, what one layer keeps)."""
+    assert recipe.training is not None
+    shape = seat.shape
+    layer = batch.tokens * layer_bytes(shape, mode, kept_scores(recipe, mode, batch.width, device))
+    stream = batch.tokens * stream_bytes(shape, mode)
+    if recipe.training.gradient_checkpointing:
+        return (shape.layers + 1) * stream, layer
+    return shape.layers * layer + stream, layer
+
+
+def _at_head(seat: Seat, recipe: Recipe, batch: Batch, mode: Mode, device: str) -> dict[str, float]:
+    shape = seat.shape
+    saved, _ = _saved(seat, recipe, batch, mode, device)
+    stream = batch.tokens * stream_bytes(shape, mode)
+    trains_head = seat.config.adapter is None
+    # the last norm: what it normalised, in float32, and what it gave
+    activations = saved + batch.tokens * 4 * shape.hidden + stream
+    hidden = batch.completion * shape.hidden
+    head = head_chunk_bytes(batch.completion, shape, mode, device) + hidden * (8 if mode == "float32" else 12)
+    if mode == "autocast":
+        head += 2.0 * shape.head_parameters  # the head's weight in bfloat16
+    if trains_head:
+        head += (4.0 if mode == "float32" else 6.0) * shape.head_parameters  # its gradient, and one chunk's part of it
+    return {"activations": activations, "head": head} | _weight_copies(seat, mode, shape.layers)
+
+
+def _in_backward(seat: Seat, recipe: Recipe, batch: Batch, mode: Mode, device: str) -> dict[str, float]:
+    assert recipe.training is not None
+    shape, training = seat.shape, recipe.training
+    saved, layer = _saved(seat, recipe, batch, mode, device)
+    stream = batch.tokens * stream_bytes(shape, mode)
+    feed_forward = batch.tokens * (8 if mode == "float32" else 4) * shape.intermediate
+    if training.gradient_checkpointing:
+        activations = saved + layer + stream + feed_forward
+        copies = 1.0
+    else:
+        activations = saved + max(5 * stream, 2 * stream + feed_forward)
+        copies = float(shape.layers)
+    head = 4.0 * shape.head_parameters if shape.tied and seat.config.adapter is None else 0.0
+    return {"activations": activations, "head": head} | _weight_copies(seat, mode, copies)
+
+
+def _at_end(seat: Seat, mode: Mode) -> dict[str, float]:
+    """The embedding's gradient comes whole, beside the head's where they are tied."""
+    shape = seat.shape
+    if seat.config.adapter is not None:
+        return {"head": 0.0}
+    size = 2 if mode == "bfloat16" else 4
+    return {"head": (size + (4.0 if shape.tied else 0.0)) * shape.head_parameters}
+
+
+def _gathered(shape: Shape, layout: Layout, mode: Mode) -> dict[str, float]:
+    """Weights that ZeRO-3 has made whole."""
+    if layout.zero < 3:
+        return {}
+    return {"gathered weights": (2.0 if mode == "bfloat16" else 4.0) * min(LIVE, shape.parameters)}
+
+
+# --- all agents -------------------------------------------------------------------------------------------------------
+
+
+def phases(seats: Sequence[Seat], recipe: Recipe, layout: Layout, device: str = "cuda") -> dict[str, Phase]:
+    """Peak of every phase on one GPU, all agents together: their weights, optimisers and engines live on the same GPU, their
+    engines decode side by side, and they are scored and updated one after the other."""
+    stays = stay(seats, recipe, layout)
+    kept = sum(sum(parts.values()) for parts in stays.values())
+    moved = _idle_optimisers(stays, recipe, layout)
+    base = kept - sum(moved.values())
+    found = {"idle": Phase({"resident": base})}
+    if recipe.engine.backend != "scripted":
+        found["generation"] = Phase({"resident": base, **generation_parts(seats, recipe)})
+    trained = [seat for seat in seats if seat.trained]
+    if recipe.training is not None and trained:
+        if needs_scores(recipe):
+            found["scoring"] = _worst(base, [scoring_parts(seat, recipe, layout, device) for seat in trained])
+        updates = []
+        for seat in trained:
+            parts = update_parts(seat, recipe, layout, device)
+            own = moved.get(seat.config.name, 0.0)
+            updates.append(parts | ({"optimiser, back for the update": own} if own else {}))
+        found["update"] = _worst(base, updates)
+        # weights are checked tensor by tensor, summed up in float64
+        largest = max(8.0 * seat.shape.largest for seat in trained)
+        found["push"] = Phase({"resident": base, "one tensor in float64": largest})
+    return {name: found[name] for name in PHASES if name in found}
+
+
+def stay(seats: Sequence[Seat], recipe: Recipe, layout: Layout) -> dict[str, dict[str, float]]:
+    """`resident` of every agent; a shared base counts with the first that has it."""
+    result = {}
+    bases = 0
+    for seat in seats:
+        shared = seat.config.base == "shared"
+        result[seat.config.name] = resident(seat, recipe, layout, base=not (shared and bases))
+        bases += shared
+    return result
+
+
+def _idle_optimisers(stays: Mapping[str, Mapping[str, float]], recipe: Recipe, layout: Layout) -> dict[str, float]:
+    """What `training.offload_idle` keeps in CPU memory between updates, by agent."""
+    if recipe.training is None or not recipe.training.offload_idle:
+        return {}
+    return {name: parts.get("optimiser", 0.0) for name, parts in stays.items()}
+
+
+def _worst(base: float, options: Sequence[Mapping[str, float]]) -> Phase:
+    worst = max(options, key=lambda parts: sum(parts.values()))
+    return Phase({"resident": base, **{name: value for name, value in worst.items() if value}})
