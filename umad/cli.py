@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Optional
@@ -81,6 +82,40 @@ def train(
     from umad.runs.training import train as run
 
     print_run(run(loaded, resume=resume).path)
+
+
+@app.command("plan")
+def plan_(
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe.")],
+    overrides: Overrides = None,
+    gpu: Annotated[Optional[str], typer.Option(help="A100-80, H100, H200, 4090, ...: memory and speed.")] = None,  # noqa: UP045
+    gpu_memory: Annotated[Optional[float], typer.Option(help="GB of one GPU, in place of its own.")] = None,  # noqa: UP045
+    gpus: Annotated[Optional[int], typer.Option(help="GPUs that train together.")] = None,  # noqa: UP045
+    zero: Annotated[Optional[int], typer.Option(help="DeepSpeed's ZeRO stage; 0: no DeepSpeed.")] = None,  # noqa: UP045
+    offload: Annotated[Optional[str], typer.Option(help="To CPU memory: none, optimizer or all.")] = None,  # noqa: UP045
+    accelerate: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Take GPUs, stage and offloading from an Accelerate configuration."),
+    ] = None,
+    accuracy: Annotated[Optional[float], typer.Option(help="Expected accuracy, for groups without signal.")] = None,  # noqa: UP045
+    mean_length: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Expected tokens of a response; half of sampling.max_tokens by default."),
+    ] = None,
+    problem_tokens: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Expected tokens of a problem with instruction and template."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """What a run will need: memory per GPU and phase, tokens, FLOPs and time per step. No GPU and no weights needed.
+
+    Example: umad plan recipes/umad_math_hetero.yaml --gpu H100 --accelerate recipes/accelerate/zero3.yaml
+    """
+    from umad.runs.plan import Options, plan_command
+
+    options = Options(gpu, gpu_memory, gpus, zero, offload, accelerate, accuracy, mean_length, problem_tokens)
+    plan_command(recipe, overrides or [], options, as_json=as_json)
 
 
 @app.command("eval")
@@ -188,7 +223,9 @@ def main(argv: list[str] | None = None) -> None:
 def _fail(message: str, code: int) -> None:
     from umad.reporting.progress import printable
 
-    print(f"umad: {printable(message)}", file=sys.stderr)
+    rank = os.environ.get("RANK")
+    who = "umad" if rank is None or os.environ.get("WORLD_SIZE") == "1" else f"umad (process {rank})"
+    print(f"{who}: {printable(message)}", file=sys.stderr)
     sys.exit(code)
 
 
