@@ -22,7 +22,7 @@ from typing import Literal
 from umad.config import AgentConfig, Recipe, TrainingConfig
 from umad.runs.planning.machines import Layout
 from umad.runs.planning.shapes import Shape
-from umad.runs.planning.work import Lengths, kv_elements
+from umad.runs.planning.work import Lengths, evaluates, kv_elements
 
 PHASES = ("generation", "scoring", "update", "push", "idle")
 
@@ -149,7 +149,6 @@ class Generation:
 
 
 def generation(seat: Seat, recipe: Recipe) -> Generation:
-    from umad.engines.sampling import _BLOCK
     from umad.engines.transformers import PREFILL_TOKENS
 
     shape, size, lengths = seat.shape, engine_size(recipe), seat.lengths
@@ -163,11 +162,22 @@ def generation(seat: Seat, recipe: Recipe) -> Generation:
     prefix = tokens * per_token
     computing = tokens * forward_bytes(shape, "float32" if size == 4 else "bfloat16")
     before = start * (passes - 1) / passes  # the cache holds the rows of earlier passes
-    numbers = rows * shape.vocabulary
-    # logits and their float32 copy; sampling scales and exponentiates a block of them and sums it up in float64
-    sampling = numbers * (4 + (2 if size == 2 else 0)) + min(numbers, max(_BLOCK, shape.vocabulary)) * 16
+    sampling = _sampling_bytes(rows * shape.vocabulary, shape, recipe)
     growing = cache / shape.layers * 2 / 3  # a layer's cache grows by half into new memory
-    return Generation(cache, start, max(prefix + computing + before, prefix + start), max(float(sampling), growing))
+    return Generation(cache, start, max(prefix + computing + before, prefix + start), max(sampling, growing))
+
+
+def _sampling_bytes(numbers: int, shape: Shape, recipe: Recipe) -> float:
+    """Logits of all rows, `numbers` of them, and their float32 copy. Then a block of them at a time: scaled (where the
+    temperature isn't 1), exponentiated, and summed up in float64; all of them, in float64, where top-k or top-p cut."""
+    from umad.engines.sampling import _BLOCK
+
+    wide = 4 + (2 if engine_size(recipe) == 2 else 0)
+    block = min(numbers, max(_BLOCK, shape.vocabulary)) * (12 if recipe.sampling.temperature == 1 else 16)
+    settings = recipe.evaluation.accuracy
+    evaluated = recipe.training is None or evaluates(recipe)
+    cut = evaluated and settings.problems and (settings.top_p < 1 or settings.top_k)
+    return float(numbers * wide + max(block, 20 * numbers if cut else 0))
 
 
 def generation_parts(seats: Sequence[Seat], recipe: Recipe) -> dict[str, float]:

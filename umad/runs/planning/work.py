@@ -127,11 +127,16 @@ def lengths_of(recipe: Recipe, shape: Shape, assumed: Assumptions, gpus: int) ->
 
 def _evaluated(recipe: Recipe, gpus: int) -> int:
     """Most debates of an evaluation at once on one GPU; 0 where a training run makes none."""
-    settings = recipe.evaluation
-    accuracy, split = settings.accuracy, settings.decomposition
-    if recipe.training is not None and not (recipe.data.eval and (settings.before or settings.every or settings.after)):
+    if recipe.training is not None and not evaluates(recipe):
         return 0
+    accuracy, split = recipe.evaluation.accuracy, recipe.evaluation.decomposition
     return max(1, -(-max(accuracy.problems * accuracy.rollouts, split.problems * split.rollouts) // gpus))
+
+
+def evaluates(recipe: Recipe) -> bool:
+    """Whether training evaluates at some step."""
+    settings = recipe.evaluation
+    return recipe.data.eval is not None and bool(settings.before or settings.every or settings.after)
 
 
 @dataclass(frozen=True)
