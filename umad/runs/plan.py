@@ -43,8 +43,10 @@ class Options:
         )
 
 
-def plan(recipe: Recipe, options: Options = Options()) -> dict[str, Any]:
+def plan(recipe: Recipe, options: Options = Options(), device: str = "cuda") -> dict[str, Any]:
     """Everything that `umad plan --json` prints; docs/plan.md describes it.
+
+    device: the type of device that memory is planned for; `cpu` has smaller buffers.
 
     Raises:
         UserError: a model's config can't be had, an option is wrong, or the recipe can't run.
@@ -57,7 +59,7 @@ def plan(recipe: Recipe, options: Options = Options()) -> dict[str, Any]:
     assumed = _assumptions(recipe, options)
     _check(recipe, options, layout)
     seats = seats_of(recipe, assumed, layout)
-    found = phases(seats, recipe, layout)
+    found = phases(seats, recipe, layout, device)
     needed = {name: needed_bytes(phase, assumed) for name, phase in found.items()}
     peak = max(needed, key=lambda name: needed[name])
     limit = None if gpu is None else gpu.memory
