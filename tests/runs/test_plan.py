@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from making import tiny_folder
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from umad.cli import main
 from umad.config import Recipe
@@ -204,31 +201,16 @@ def test_the_key_value_cache_is_the_engines() -> None:
     assert cache.layers[0].keys.shape[2] == memory.kv_columns(100, 600)
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations return, and the most that were alive at once."""
+def live_tensors(known: Any) -> Any:
+    """The counter of tensors' bytes that scripts/gpu_check.py measures with."""
+    from importlib.util import module_from_spec, spec_from_file_location
 
-    def __init__(self, known: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.sizes = {t.untyped_storage()._cdata: 0 for t in known}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor):
-                self._add(tensor.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self.sizes:
-            return
-        self.sizes[storage._cdata] = storage.nbytes()
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._drop, storage._cdata)
-
-    def _drop(self, key: int) -> None:
-        self.live -= self.sizes.pop(key, 0)
+    spec = spec_from_file_location("gpu_check", ROOT / "scripts" / "gpu_check.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.live_tensors(known)
 
 
 def planned_model(tmp_path: Path, kind: str) -> tuple[Path, Any]:
@@ -283,7 +265,7 @@ def test_the_plan_is_what_a_real_update_takes(tmp_path: Path, kind: str, precisi
         checkpoint_activations(model)
     model.train(checkpointing)
     head = model.get_output_embeddings()
-    live = Live(list(model.parameters()))
+    live = live_tensors(list(model.parameters()))
 
     def learn() -> None:
         batch = collate([sample] * 8, 0, "cpu")
@@ -338,7 +320,7 @@ def test_the_plan_is_what_a_real_engine_takes(tmp_path: Path, dtype: str) -> Non
     model = model.to(getattr(torch, dtype))
     engine = TransformersEngine(model, [2999], max_batch=rows)
     ids = np.random.default_rng(0).integers(0, 2999, (rows, prompt)).astype(np.int32)
-    live = Live(list(model.parameters()))
+    live = live_tensors(list(model.parameters()))
     with live:
         for i, row in enumerate(ids):
             engine.submit(Request((str(i), 0, 0, "a0"), Sampling(longest), i, row))  # type: ignore[arg-type]
@@ -347,6 +329,19 @@ def test_the_plan_is_what_a_real_engine_takes(tmp_path: Path, dtype: str) -> Non
             done += len(engine.pump())
     planned = [seat(recipe, problem_tokens=prompt)]
     assert sum(memory.generation_parts(planned, recipe).values()) == pytest.approx(live.peak, rel=0.08)
+
+
+def test_the_largest_batches_are_the_longest_rows_and_the_first_turns() -> None:
+    recipe = recipe_of("training.micro_batch_tokens=8192")
+    assert recipe.training is not None
+    long, short = memory.batches(seat(recipe, mean_length=512, problem_tokens=100), recipe.training, Layout())
+    assert long.width == 100 + (512 + 16) + 512  # one agent's response is shown
+    assert (long.tokens, long.completion) == (7 * 1140, 7 * 512)
+    assert (short.width, short.tokens, short.completion) == (612, 13 * 612, 13 * 512)
+    # a sample that is longer than the budget makes a batch of its own
+    recipe = recipe_of("training.micro_batch_tokens=256")
+    assert recipe.training is not None
+    assert memory.batches(seat(recipe, problem_tokens=100), recipe.training, Layout())[0].tokens == 1140
 
 
 # --- work -------------------------------------------------------------------------------------------------------------

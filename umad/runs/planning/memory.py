@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from umad.config import AgentConfig, Recipe, TrainingConfig
+from umad.config import AdapterConfig, AgentConfig, Recipe, TrainingConfig
 from umad.runs.planning.machines import Layout
 from umad.runs.planning.shapes import Shape
 from umad.runs.planning.work import Lengths, evaluates, kv_elements
@@ -193,17 +193,25 @@ def generation_parts(seats: Sequence[Seat], recipe: Recipe) -> dict[str, float]:
 # --- the trainer's passes ---------------------------------------------------------------------------------------------
 
 
-def layer_bytes(shape: Shape, mode: Mode, scores: float = 0.0) -> float:
-    """What one token leaves in a layer for the backward pass. scores: tokens that a query's attention scores are kept of."""
+def layer_bytes(shape: Shape, mode: Mode, scores: float = 0.0, adapter: AdapterConfig | None = None) -> float:
+    """What one token leaves in a layer for the backward pass. scores: tokens that a query's attention scores are kept of.
+
+    With an adapter norms are frozen, so what they normalised need not be kept; every adapted layer adds its rank.
+    """
     wide = shape.heads * shape.head_dim
     narrow = shape.kv_heads * shape.head_dim
     full = mode == "float32"
     per_hidden = {"float32": 24, "autocast": 26, "bfloat16": 16}[mode]
     feed_forward = (16 if full else 8) if shape.gated else (8 if full else 4)
-    kept = per_hidden * shape.hidden + feed_forward * shape.intermediate + 8
+    if adapter is not None:
+        per_hidden -= {"float32": 8, "autocast": 7, "bfloat16": 4}[mode]
+    kept = float(per_hidden * shape.hidden) + feed_forward * shape.intermediate + 8
     kept += (8 if full else 4) * (wide + narrow) + 4 * shape.heads
     if shape.qk_norm:
-        kept += (8 if full else 6) * (wide + narrow) + 4 * (shape.heads + shape.kv_heads)
+        per_size = (8 if full else 6) - (0 if adapter is None else 4 if full else 2)
+        kept += per_size * (wide + narrow) + 4 * (shape.heads + shape.kv_heads)
+    if adapter is not None:
+        kept += (4 if full else 2) * adapter.rank * shape.adapted(adapter.targets) / shape.layers
     return kept + (4 if full else 6) * shape.heads * scores
 
 
@@ -231,8 +239,7 @@ def head_chunk_bytes(completion: float, shape: Shape, mode: Mode, device: str = 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch at its largest: tokens, those of completions, length of its rows, and how many such batches an update
-    has on one GPU."""
+    """A micro-batch: tokens, those of completions, length of its rows, and how many micro-batches an update has on one GPU."""
 
     tokens: float
     completion: float
@@ -240,18 +247,22 @@ class Batch:
     count: int
 
 
-def largest_batch(seat: Seat, training: TrainingConfig, layout: Layout) -> Batch:
+def batches(seat: Seat, training: TrainingConfig, layout: Layout) -> list[Batch]:
+    """The micro-batches that may take most: one of the longest rows, and one of first turns, whose rows have short prompts,
+    so more of it goes through the head."""
     lengths = seat.lengths
-    share = -(-lengths.samples // layout.gpus) // training.updates_per_batch
-    width = lengths.worst
-    everything = max(1, share) * width
-    tokens = max(width, min(training.micro_batch_tokens // width * width, everything))
-    # shorter rows fill the budget better, and have more completion in them
-    short = lengths.longest + min(lengths.worst_prompt, round(lengths.prompts[0]))
+    share = max(1, -(-lengths.samples // layout.gpus) // training.updates_per_batch)
+    expected = lengths.tokens() / layout.gpus / training.updates_per_batch
+    kinds = [(lengths.worst, share)]
     if lengths.turns > 1:
-        tokens = max(tokens, min(training.micro_batch_tokens // short * short, everything))
-    count = max(1, math.ceil(lengths.tokens() / layout.gpus / training.updates_per_batch / tokens))
-    return Batch(tokens, tokens * lengths.longest / (short if lengths.turns > 1 else width), width, count)
+        first = min(lengths.worst_prompt, math.ceil(lengths.prompts[0])) + lengths.longest
+        kinds.append((first, max(1, share // lengths.turns)))
+    found = []
+    for width, rows in kinds:
+        rows = min(rows, max(1, training.micro_batch_tokens // width))
+        tokens = rows * width
+        found.append(Batch(tokens, rows * lengths.longest, width, max(1, math.ceil(expected / tokens))))
+    return found
 
 
 def kept_scores(recipe: Recipe, mode: Mode, width: float, device: str) -> float:
@@ -267,8 +278,15 @@ def scoring_parts(seat: Seat, recipe: Recipe, layout: Layout, device: str = "cud
     training, shape = recipe.training, seat.shape
     assert training is not None
     mode = mode_of(training, layout)
-    batch = largest_batch(seat, training, layout)
-    tokens = batch.tokens
+    options = [_scoring(seat, recipe, batch, mode, device) for batch in batches(seat, training, layout)]
+    parts = max(options, key=lambda found: sum(found.values()))
+    if mode == "autocast" and seat.config.adapter is None:
+        parts["bfloat16 copies of weights"] = 2.0 * shape.linear_parameters  # autocast keeps them to the pass's end
+    return parts | _gathered(shape, layout, mode)
+
+
+def _scoring(seat: Seat, recipe: Recipe, batch: Batch, mode: Mode, device: str) -> dict[str, float]:
+    shape, tokens = seat.shape, batch.tokens
     scores = kept_scores(recipe, mode, batch.width, device)
     layer = forward_bytes(shape, mode) + 2 * (4 if mode == "float32" else 6) * shape.heads * scores
     head = head_chunk_bytes(batch.completion, shape, mode, device)
@@ -277,10 +295,7 @@ def scoring_parts(seat: Seat, recipe: Recipe, layout: Layout, device: str = "cud
         {"activations": tokens * layer},
         {"activations": tokens * stream_bytes(shape, mode), "head": head},
     ]
-    parts = max(moments, key=lambda found: sum(found.values()))
-    if mode == "autocast" and seat.config.adapter is None:
-        parts["bfloat16 copies of weights"] = 2.0 * shape.linear_parameters  # autocast keeps them to the pass's end
-    return parts | _gathered(shape, layout, mode)
+    return max(moments, key=lambda found: sum(found.values()))
 
 
 def update_parts(seat: Seat, recipe: Recipe, layout: Layout, device: str = "cuda") -> dict[str, float]:
@@ -289,14 +304,19 @@ def update_parts(seat: Seat, recipe: Recipe, layout: Layout, device: str = "cuda
     training, shape = recipe.training, seat.shape
     assert training is not None
     mode = mode_of(training, layout)
-    batch = largest_batch(seat, training, layout)
     gradients = gradient_bytes(seat, layout, mode)
-    several = batch.count > 1  # the first micro-batch finds no gradients yet
-    moments = [
-        {"gradients": gradients * several, **_at_head(seat, recipe, batch, mode, device)},
-        {"gradients": gradients * several, **_in_backward(seat, recipe, batch, mode, device)},
-        {"gradients": gradients, "activations": batch.tokens * stream_bytes(shape, mode) * 2, **_at_end(seat, mode)},
-    ]
+    moments: list[dict[str, float]] = []
+    for batch in batches(seat, training, layout):
+        several = batch.count > 1  # the first micro-batch finds no gradients yet
+        moments += [
+            {"gradients": gradients * several, **_at_head(seat, recipe, batch, mode, device)},
+            {"gradients": gradients * several, **_in_backward(seat, recipe, batch, mode, device)},
+            {
+                "gradients": gradients,
+                "activations": batch.tokens * stream_bytes(shape, mode) * 2,
+                **_at_end(seat, mode),
+            },
+        ]
     return max(moments, key=lambda parts: sum(parts.values())) | _gathered(shape, layout, mode)
 
 
@@ -319,7 +339,8 @@ def _saved(seat: Seat, recipe: Recipe, batch: Batch, mode: Mode, device: str) ->
     """(bytes that all layers have kept when the head is reached, what one layer keeps)."""
     assert recipe.training is not None
     shape = seat.shape
-    layer = batch.tokens * layer_bytes(shape, mode, kept_scores(recipe, mode, batch.width, device))
+    scores = kept_scores(recipe, mode, batch.width, device)
+    layer = batch.tokens * layer_bytes(shape, mode, scores, seat.config.adapter)
     stream = batch.tokens * stream_bytes(shape, mode)
     if recipe.training.gradient_checkpointing:
         return (shape.layers + 1) * stream, layer
@@ -397,9 +418,8 @@ def phases(seats: Sequence[Seat], recipe: Recipe, layout: Layout, device: str = 
             own = moved.get(seat.config.name, 0.0)
             updates.append(parts | ({"optimiser, back for the update": own} if own else {}))
         found["update"] = _worst(base, updates)
-        # weights are checked tensor by tensor, summed up in float64
-        largest = max(8.0 * seat.shape.largest for seat in trained)
-        found["push"] = Phase({"resident": base, "one tensor in float64": largest})
+        # tensors are copied one by one, straight into the engine's
+        found["push"] = Phase({"resident": base})
     return {name: found[name] for name in PHASES if name in found}
 
 

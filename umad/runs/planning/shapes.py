@@ -90,12 +90,19 @@ class Shape:
 
     def adapter_parameters(self, rank: int, targets: str | tuple[str, ...]) -> int:
         """Parameters of a LoRA adapter: rank * (inputs + outputs) of every layer that gets one."""
+        return sum(rank * (m.inputs + m.outputs) for m in self._chosen(targets))
+
+    def adapted(self, targets: str | tuple[str, ...]) -> int:
+        """How many linear layers get an adapter."""
+        return len(self._chosen(targets))
+
+    def _chosen(self, targets: str | tuple[str, ...]) -> list[Linear]:
         wanted = (targets,) if isinstance(targets, str) else targets
         chosen = [m for m in self.linears if targets == "all-linear" or m.name in wanted]
         if not chosen:
             names = ", ".join(sorted({m.name for m in self.linears}))
             raise UserError(f"agents.adapter.targets: {targets!r} names no linear layer; there are {names}")
-        return sum(rank * (m.inputs + m.outputs) for m in chosen)
+        return chosen
 
 
 def shape_of(spec: str, revision: str | None = None) -> Shape:
