@@ -248,9 +248,8 @@ class _Chunks:
         limit = CHUNK_BYTES.get(targets.device.type, CHUNK_BYTES_ELSEWHERE)
         size = max(1, min(n, limit // bytes_per_row))
         # equal parts: a last chunk of a few rows would pay for a whole pass over the head's gradient
-        count = -(-n // size)
-        size = -(-n // max(1, count))
-        self.slices = [slice(first, min(first + size, n)) for first in range(0, n, max(1, size))]
+        size = -(-n // -(-n // size))
+        self.slices = [slice(first, min(first + size, n)) for first in range(0, n, size)]
         self._z = torch.empty((size, vocabulary), dtype=self.wide, device=targets.device)
         self._p = torch.empty_like(self._z)
         self.made = self._z if narrow == self.wide else torch.empty_like(self._z, dtype=narrow)
@@ -356,9 +355,9 @@ class _Fused(torch.autograd.Function):
             for chunk in chunks.read():
                 rows = chunk.rows
                 logprobs[rows], entropy[rows] = chunk.logprobs, chunk.entropy
-                loss, *by = _differentiate(partial(token_loss, rows), chunk.logprobs, chunk.entropy)
+                loss, by_logprob, by_entropy = _differentiate(partial(token_loss, rows), chunk.logprobs, chunk.entropy)
                 total += loss
-                gradient = chunk.gradient(*by, temperature)
+                gradient = chunk.gradient(by_logprob, by_entropy, temperature)
                 if by_bias is not None:
                     by_bias += gradient.sum(0)
                 if chunks.narrow != chunks.wide:
