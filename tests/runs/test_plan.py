@@ -265,7 +265,7 @@ def test_the_plan_is_what_a_real_update_takes(tmp_path: Path, kind: str, precisi
         checkpoint_activations(model)
     model.train(checkpointing)
     head = model.get_output_embeddings()
-    live = live_tensors(list(model.parameters()))
+    live = live_tensors([*model.parameters(), *model.buffers()])
 
     def learn() -> None:
         batch = collate([sample] * 8, 0, "cpu")
@@ -320,7 +320,7 @@ def test_the_plan_is_what_a_real_engine_takes(tmp_path: Path, dtype: str) -> Non
     model = model.to(getattr(torch, dtype))
     engine = TransformersEngine(model, [2999], max_batch=rows)
     ids = np.random.default_rng(0).integers(0, 2999, (rows, prompt)).astype(np.int32)
-    live = live_tensors(list(model.parameters()))
+    live = live_tensors([*model.parameters(), *model.buffers()])
     with live:
         for i, row in enumerate(ids):
             engine.submit(Request((str(i), 0, 0, "a0"), Sampling(longest), i, row))  # type: ignore[arg-type]
