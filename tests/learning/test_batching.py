@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learning.learning_helpers import make_sample, ragged_samples, tiny_model
 
-from umad.learning.batching import BATCH_COST, collate, completion_logprobs, micro_batches
+from umad.learning.batching import BATCH_COST, collate, completion_logprobs, is_packable, micro_batches, pack
 from umad.records import Sample
 
 
@@ -35,6 +36,43 @@ def test_micro_batches_hold_every_sample_once_within_the_budget(sizes, budget):
         width = max(sum(sizes[i]) for i in batch)
         assert len(batch) == 1 or width * len(batch) <= budget
     assert micro_batches(samples, budget) == batches
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=30), st.integers(1, 100))
+def test_packed_micro_batches_hold_every_sample_once_and_are_filled(sizes, budget):
+    samples = [make_sample(prompt=p, completion=c) for p, c in sizes]
+    batches = micro_batches(samples, budget, packed=True)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(samples)))
+    totals = [sum(sum(sizes[i]) for i in batch) for batch in batches]
+    for batch, total in zip(batches, totals, strict=True):
+        assert len(batch) == 1 or total <= budget
+    for total, following in zip(totals, batches[1:], strict=False):
+        assert total + sum(sizes[following[0]]) > budget
+
+
+def test_no_samples_make_no_micro_batches():
+    assert micro_batches([], 100) == micro_batches([], 100, packed=True) == []
+
+
+def lognormal_samples(n: int, cap: int, prompt: int) -> list[Sample]:
+    """Long-tailed completions: the mean is about a quarter of the cap."""
+    rng = np.random.default_rng(n)
+    lengths = np.clip(rng.lognormal(np.log(cap / 4) - 0.5, 1.0, n), 1, cap).astype(int)
+    assert 0.2 < lengths.mean() / cap < 0.3
+    return [make_sample(rng, prompt=prompt, completion=int(length)) for length in lengths]
+
+
+@pytest.mark.parametrize("budget", [4096, 8192, 16384, 32768, 65536])
+@pytest.mark.parametrize("cap", [512, 2048])
+@pytest.mark.parametrize("n", [512, 1024, 2048])
+def test_less_than_5_percent_of_long_tailed_batches_is_padding(n, cap, budget):
+    samples = lognormal_samples(n, cap, prompt=64)
+    batches = micro_batches(samples, budget)
+    widths = [len(s.prompt_ids) + len(s.completion_ids) for s in samples]
+    padded = sum(max(widths[i] for i in batch) * len(batch) for batch in batches)
+    assert 1 - sum(widths) / padded < 0.05
+    # and not by batches of one row, whose number would cost more than it saves
+    assert len(batches) * BATCH_COST < 0.1 * sum(widths)
 
 
 @pytest.mark.parametrize("budget", [2048, 16384])
@@ -92,6 +130,69 @@ def test_a_batch_knows_padding_by_position_and_not_by_id():
     assert batch.sequence.tolist() == [0, 0, 1, 1, 1]
     assert batch.lengths.tolist() == [2, 3]
     assert (batch.tokens, batch.padded) == (9, 12)
+
+
+def test_a_packed_batch_is_all_sequences_one_after_the_other():
+    ids = np.array([9, 3, 7], np.int32)
+    short = Sample("a", (0, "a", 0), ids[:1], np.array([5, 7], np.int32), np.zeros(2, np.float32), 1.0)
+    long = Sample("a", (0, "a", 0), ids, np.array([4, 4, 7], np.int32), np.zeros(3, np.float32), 1.0)
+    batch = pack([short, long])
+    assert batch.input_ids.tolist() == [[9, 5, 7, 9, 3, 7, 4, 4, 7]]
+    assert batch.position_ids is not None
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5]]
+    assert batch.targets.tolist() == [5, 7, 4, 4, 7]
+    assert batch.index.tolist() == [0, 1, 5, 6, 7]
+    assert batch.sequence.tolist() == [0, 0, 1, 1, 1]
+    assert batch.lengths.tolist() == [2, 3]
+    assert (batch.tokens, batch.padded) == (9, 9)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "sliding"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_and_padded_batches_have_the_same_logprobs_and_gradients(kind, attention):
+    # with these two, transformers masks what belongs to another sequence; the flash ones start anew with each
+    if kind == "sliding":
+        sliding = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0}
+        model = tiny_model("qwen2", attn_implementation=attention, **sliding)
+        assert set(model.config.layer_types) == {"sliding_attention"}
+    else:
+        model = tiny_model(kind, attn_implementation=attention)
+    model = model.double()
+    samples = ragged_samples(7)
+    found = []
+    for batch in (collate(samples, 0), pack(samples)):
+        logprobs, entropy = completion_logprobs(model, model.get_output_embeddings(), batch, 0.8, entropy=True)
+        assert entropy is not None
+        weights = torch.linspace(-1, 1, len(logprobs), dtype=torch.float64)
+        gradients = torch.autograd.grad((weights * logprobs).sum(), list(model.parameters()))
+        found.append((logprobs.detach(), entropy, gradients))
+    (a, b) = found
+    assert (a[0] - b[0]).abs().max() < 1e-10
+    assert (a[1] - b[1]).abs().max() < 1e-10
+    for x, y in zip(a[2], b[2], strict=True):
+        assert (x - y).abs().max() < (1e-5 if attention == "eager" else 1e-9)  # eager's softmax is in float32
+    # and neighbours would be seen if position ids did not tell
+    together = dataclasses.replace(pack(samples), position_ids=None)
+    with torch.no_grad():
+        wrong, _ = completion_logprobs(model, model.get_output_embeddings(), together, 0.8)
+    assert (wrong - a[0]).abs().max() > 1e-3
+
+
+def test_models_are_packable_if_all_their_layers_are_flash_attention():
+    model = tiny_model("qwen2")
+    assert not is_packable(model)  # sdpa
+    for name in ("flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2"):
+        model.config._attn_implementation_internal = name  # setting it the public way asks for the library
+        assert is_packable(model)
+        wrapped = torch.nn.Module()
+        wrapped.module = model
+        assert is_packable(wrapped)
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    assert not is_packable(model)
+    del model.config.layer_types
+    assert is_packable(model)
+    model.model.layers[0]._is_stateful = True
+    assert not is_packable(model)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
