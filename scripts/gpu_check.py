@@ -118,7 +118,8 @@ def make_tokenizer(vocabulary: int) -> Any:
     )
 
 
-def recipe_of(folder: Path, tiny: bool, device: str) -> Recipe:
+def recipe_of(folder: Path, tiny: bool, rows: int = 8) -> Recipe:
+    """rows: of the longest sequences in a micro-batch."""
     from umad.recipe_io import parse_recipe
 
     response, prompt, problems, group = (48, 144, 4, 4) if tiny else (256, 768, 16, 4)
@@ -141,7 +142,7 @@ training:
   group_size: {group}
   learning_rate: 1.0e-6
   precision: bfloat16
-  micro_batch_tokens: {8 * (prompt + response)}
+  micro_batch_tokens: {rows * (prompt + response)}
 engine: {{max_batch: {problems * group}, dtype: bfloat16}}
 data: {{train: {{name: arithmetic, level: 1}}}}
 evaluation: {{before: false, after: false}}
@@ -235,11 +236,14 @@ def check(folder: Path, device: str, tiny: bool) -> dict[str, Any]:
     begun = time.perf_counter()
     for kind, settings in sizes(tiny).items():
         make_agent(folder / kind, kind, settings, device)
-    recipe = recipe_of(folder, tiny, device)
     gpu = gpu_name() if device == "cuda" else None
-    longest = recipe.sampling.max_tokens
-    options = Options(gpu=gpu, mean_length=longest, problem_tokens=prompt_tokens(recipe))
-    planned = plan(recipe, options, device)
+    has = torch.cuda.get_device_properties(0).total_memory / 1e9 if device == "cuda" else None
+    for rows in (8, 4, 2, 1):  # smaller micro-batches on smaller cards
+        recipe = recipe_of(folder, tiny, rows)
+        longest, problem = recipe.sampling.max_tokens, prompt_tokens(recipe)
+        planned = plan(recipe, Options(gpu, has, mean_length=longest, problem_tokens=problem), device)
+        if planned["fits"] is not False:
+            break
     made = time.perf_counter() - begun
     if device == "cuda":
         torch.cuda.empty_cache()

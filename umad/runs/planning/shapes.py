@@ -170,8 +170,9 @@ def _read_config(spec: str, revision: str | None) -> Any:
         if path.exists():
             raise UserError(f"{path / 'config.json'} cannot be used: {reason}") from None
         raise UserError(
-            f"the config of {spec!r} cannot be had from the Hugging Face Hub ({reason}). Without a network: put its "
-            "config.json alone into a folder and name that folder (agents.N.model=FOLDER); no weights are needed"
+            f"the config of {spec!r} cannot be had from the Hugging Face Hub (wrong name, no access, or no network: "
+            f"{reason[:80]}...). Without a network put its config.json alone into a folder and name that folder "
+            "(agents.N.model=FOLDER); no weights are needed"
         ) from None
 
 
