@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from umad.engines.adapters import is_adapted, is_adapter_name
 from umad.engines.architecture import Architecture
 from umad.engines.base import Generation, GenerationError, Request
 from umad.engines.kv import KVRows
@@ -31,7 +32,9 @@ class TransformersEngine:
     """Generates with `model`, which from here on is the engine's own: nobody else may train or move it.
 
     Args:
-        model: a causal language model with an ordinary key-value cache, on its device, in its type.
+        model: a causal language model with an ordinary key-value cache, on its device, in its type. One with an adapter
+            (`umad.learning.adapters`) may share its base's tensors with others; only the adapter is pushed then, and the
+            base stays in memory while the engine sleeps.
         stop_ids: tokens that end a response (`umad.engines.models.stop_ids`); they are part of it.
         max_batch: most responses decoded at once.
         max_context: most tokens of prompt and response together; by default what the model was made for.
@@ -51,6 +54,7 @@ class TransformersEngine:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, not {max_batch}")
         self.model = model.eval().requires_grad_(False)
+        self._adapted = is_adapted(model)
         longest = context_length(model)
         self.max_context = min(max_context or longest, longest)
         self.architecture = Architecture.of(model, self.max_context)
@@ -101,6 +105,7 @@ class TransformersEngine:
         if self._state in ("asleep", "closed"):
             raise RuntimeError(f"the engine is {self._state}; wake it before pushing weights")
         self._restart()  # what is in work was begun with other weights
+        self._state = "left with half of a failed push's weights"
         copy_weights(self.model, weights)
         self.version = version
         self._state = "ready"
@@ -111,16 +116,18 @@ class TransformersEngine:
         if self._state == "asleep":
             return
         self._restart()
-        self._shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
-        for parameter in self.model.parameters():
+        pushed = {name: p for name, p in self.model.named_parameters() if not self._adapted or is_adapter_name(name)}
+        self._shapes = {name: parameter.shape for name, parameter in pushed.items()}
+        for parameter in pushed.values():
             parameter.data = parameter.data.new_empty(0)
         self._state = "asleep"
 
     def wake(self) -> None:
         if self._state != "asleep":
             return
-        for name, parameter in self.model.named_parameters():
-            parameter.data = parameter.data.new_empty(self._shapes[name])
+        parameters = dict(self.model.named_parameters())
+        for name, shape in self._shapes.items():
+            parameters[name].data = parameters[name].data.new_empty(shape)
         self._state = "awake without weights"
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Copying weights into an engine's module: everything or nothing."""
+"""Copying weights into an engine's module, one by one as they come."""
 
 from __future__ import annotations
 
@@ -6,38 +6,47 @@ from collections.abc import Iterable
 
 import torch
 
+from umad.engines.adapters import adapter_state, is_adapted
+
 
 @torch.no_grad()
 def copy_weights(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copies `weights` (names as in the model's state dict) into the module's own tensors, converting their type.
 
-    Names and shapes are checked before anything is written. Of tensors that the model ties, one is enough; if several
-    come, they must be equal. Raises ValueError that names the tensors at fault.
+    A model with an adapter takes its adapter's tensors and no others: its base is frozen, and may be shared. Each tensor is
+    copied before the next one is asked for, since the giver may keep no more than one whole (ZeRO-3). Of tensors that the
+    model ties, one is enough; if several come, they must be equal.
+
+    Raises ValueError that names the tensor at fault; the tensors before it are copied then, so the model is of no use until
+    a copy succeeds.
     """
-    own = model.state_dict()
-    given: dict[str, torch.Tensor] = {}
+    adapted = is_adapted(model)
+    state = model.state_dict()
+    own = adapter_state(model) if adapted else state
+    tied: dict[str, tuple[int, int]] = {name: (tensor.data_ptr(), tensor.numel()) for name, tensor in own.items()}
+    first: dict[tuple[int, int], tuple[str, int]] = {}
+    """By the place of a tensor of the model: what came for it, and where that lay."""
+    seen: set[str] = set()
     for name, tensor in weights:
         if name not in own:
+            if name in state:
+                raise ValueError(f"weights hold {name!r}, which is of the engine's frozen base; push the adapter only")
             raise ValueError(f"weights hold {name!r}, which the engine's model does not have")
-        if name in given:
+        if name in seen:
             raise ValueError(f"weights hold {name!r} twice")
         if tensor.shape != own[name].shape:
             raise ValueError(
                 f"weights hold {name!r} with shape {tuple(tensor.shape)}, the engine's model has "
                 f"{tuple(own[name].shape)}"
             )
-        given[name] = tensor
-    tied: dict[tuple[int, ...], list[str]] = {}
-    for name, tensor in own.items():
-        tied.setdefault((tensor.data_ptr(), tensor.numel()), []).append(name)
-    for names in tied.values():
-        present = [name for name in names if name in given]
-        if not present:
-            raise ValueError(f"weights lack {names[0]!r}")
-        first = given[present[0]]
-        for name in present[1:]:
-            if given[name].data_ptr() != first.data_ptr() and not torch.equal(given[name], first):
-                raise ValueError(f"{present[0]!r} and {name!r} are one tensor in the engine's model but differ")
-    for names in tied.values():
-        name = next(name for name in names if name in given)
-        own[name].copy_(given[name])
+        seen.add(name)
+        if tied[name] not in first:
+            first[tied[name]] = name, tensor.data_ptr()
+            own[name].copy_(tensor)
+            continue
+        other, place = first[tied[name]]
+        if tensor.data_ptr() != place and not torch.equal(own[name], tensor.to(own[name])):
+            raise ValueError(f"{other!r} and {name!r} are one tensor in the engine's model but differ")
+    missing = [name for name, place in tied.items() if place not in first]
+    if missing:
+        raise ValueError(f"weights lack {missing[0]!r}")
