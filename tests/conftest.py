@@ -15,3 +15,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     # a shell that starts the tests in the background hands down an ignored Ctrl-C; tests of Ctrl-C need it back
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+from hypothesis import settings  # noqa: E402 (after the number of threads is set)
+
+settings.register_profile("umad", deadline=None)  # two tests at once on a busy machine take any time
+settings.load_profile("umad")

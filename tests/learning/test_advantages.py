@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 from learning.learning_helpers import golden, make_debate, make_sample
 
 from umad.config import AdvantageConfig, RewardConfig, WeightConfig
-from umad.learning.advantages import assign_advantages, group_advantages, group_weights, sample_nll, zscores
+from umad.learning import advantages as advantages_module
+from umad.learning.advantages import advantage_metrics, group_advantages, group_weights, sample_nll, zscores
 from umad.learning.rewards import reward_debate
 from umad.learning.samples import samples_of
 from umad.records import Sample
+
+
+def assign_advantages(*arguments: Any, **settings: Any) -> tuple[list[Sample], dict[str, float]]:
+    samples, tallies = advantages_module.assign_advantages(*arguments, **settings)
+    return samples, advantage_metrics([tallies])
 
 
 def weights(mode: str = "nll", **values: Any) -> AdvantageConfig:
@@ -270,3 +276,25 @@ def test_the_nll_is_the_samples_own_or_else_its_samplers():
     sample = make_sample(completion=2, logprobs=np.array([-0.5, -1.5], np.float32))
     assert sample_nll(sample) == 1.0
     assert sample_nll(replace(sample, nll=3.0)) == 3.0
+
+
+def test_metrics_of_parts_are_those_of_the_whole():
+    groups = [
+        group([1, 0, 1], [0.5, 0.1, 0.6], at=(0, 0)),
+        group([1, 1, 1], [0.5, 0.2, 0.6], at=(1, 0)),
+        group([0, None, 1], [0.3, 0.2, 0.9], at=(2, 1)),
+    ]
+    whole = [sample for members in groups for sample in members]
+    parts = [advantages_module.assign_advantages(members, weights())[1] for members in groups]
+    assert advantage_metrics(parts) == pytest.approx(assign_advantages(whole, weights())[1])
+
+
+def test_groups_without_signal_can_be_left_out_of_the_normaliser():
+    samples = group([1, 1, 1], [0.5, 0.2, 0.6]) + group([1, 0, 0], [0.5, 0.2, 0.6], at=(1, 0))
+    kept, _ = assign_advantages(samples, weights())
+    dropped, metrics = assign_advantages(samples, weights(), drop_no_signal=True)
+    assert [s.in_loss for s in kept] == [True] * 6
+    assert [s.in_loss for s in dropped] == [False] * 3 + [True] * 3
+    assert [s.advantage for s in dropped] == [s.advantage for s in kept]
+    assert metrics["masked/turn_0"] == 0
+    assert metrics["no_signal/turn_0"] == 0.5

@@ -63,7 +63,7 @@ def _of(name: str, sample: Any) -> Any:
 def everything(policies: dict[str, Policy]) -> list[torch.Tensor]:
     tensors = [t.clone() for p in policies.values() for _, t in p.weights()]
     for policy in policies.values():
-        for state in policy.optimizer.state_dict()["state"].values():
+        for state in policy.parallel.optimizer.state_dict()["state"].values():
             tensors += [torch.as_tensor(value) for value in state.values()]
     return tensors
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_has_a_plain_model_folder_per_agent_and_weights_only_state(
     for name in KINDS:
         loaded = AutoModelForCausalLM.from_pretrained(folder / name)
         assert all(torch.equal(loaded.state_dict()[key], value) for key, value in policies[name].weights())
-        torch.load(folder / "_training" / f"{name}.pt", weights_only=True)
+        torch.load(folder / "_training" / f"{name}.rank_0.pt", weights_only=True)
     assert not missing_parts(folder)
 
 
@@ -141,9 +141,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_refused_by_name(damage, tmp_pat
     elif damage == "agent":
         shutil.rmtree(bad / "bob")
     elif damage == "no state":
-        (bad / "_training" / "bob.pt").unlink()
+        (bad / "_training" / "bob.rank_0.pt").unlink()
     else:
-        path = bad / "bob" / "model.safetensors" if damage == "cut model" else bad / "_training" / "ada.pt"
+        path = bad / "bob" / "model.safetensors" if damage == "cut model" else bad / "_training" / "ada.rank_0.pt"
         path.write_bytes(path.read_bytes()[:-10])
     assert latest_checkpoint(tmp_path) == good
     with pytest.raises(UserError, match="step_000002: not a complete checkpoint"):
@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_refused_by_name(damage, tmp_pat
 
 def test_bytes_that_changed_in_place_are_refused_and_not_loaded(tmp_path, policies):
     folder = save(tmp_path, 1, policies)
-    path = folder / "_training" / "ada.pt"
+    path = folder / "_training" / "ada.rank_0.pt"
     path.write_bytes(b"\x00" * path.stat().st_size)
     with pytest.raises(UserError, match="cannot be loaded"):
         load_checkpoint(folder, policies)

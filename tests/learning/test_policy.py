@@ -33,19 +33,23 @@ def make_policy(model: Any = None, *, loss: dict[str, Any] | None = None, temper
 
 
 def parameters(policy: Policy) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in policy.model.parameters()]).clone()
+    return torch.cat([p.detach().flatten() for p in policy.parallel.module.parameters()]).clone()
 
 
 def gradient(model: Any) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+def scored(policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
+    return [scores.logprobs for scores in policy.score(samples)]
+
+
 def policy_gradient(policy: Policy, samples: Sequence[Sample], normaliser: float | None = None) -> torch.Tensor:
     if normaliser is None:
-        normaliser = loss_normaliser(policy.loss.type, [len(s.completion_ids) for s in samples])
-    policy.optimizer.zero_grad()
+        normaliser = loss_normaliser(policy.loss, [len(s.completion_ids) for s in samples], policy.max_tokens)
+    policy.parallel.optimizer.zero_grad()
     policy.backward(samples, normaliser)
-    return gradient(policy.model)
+    return gradient(policy.parallel.module)
 
 
 def plain_loss(
@@ -91,7 +95,7 @@ def test_the_gradient_is_that_of_the_plain_formula(dtype, kind, coef, architectu
     model = tiny_model(architecture).to(dtype)
     start = tiny_model(architecture, seed=1).to(dtype) if coef else None
     policy = make_policy(copy.deepcopy(start or model), loss={"type": kind, "kl": {"coef": coef}})
-    policy.model.load_state_dict(model.state_dict())  # away from the reference
+    policy.parallel.module.load_state_dict(model.state_dict())  # away from the reference
     samples = ragged_samples()
     found = policy_gradient(policy, samples)
     plain_loss(model, samples, kind, 0.8, coef, start).backward()
@@ -112,12 +116,12 @@ def test_the_split_into_micro_batches_changes_no_gradient(dtype, kind, monkeypat
     found = []
     for size in (16, 4, 1):
         splits = [list(range(i, i + size)) for i in range(0, 16, size)]
-        monkeypatch.setattr(policy_module, "micro_batches", lambda samples, budget, splits=splits: splits)
+        monkeypatch.setattr(policy_module, "micro_batches", lambda samples, budget, packed, splits=splits: splits)
         found.append(policy_gradient(policy, samples))
     for other in found[1:]:
         assert relative(other, found[0]) < TOLERANCE[dtype]
     # the check can fail: one micro-batch left out is far outside
-    monkeypatch.setattr(policy_module, "micro_batches", lambda samples, budget: [[i] for i in range(15)])
+    monkeypatch.setattr(policy_module, "micro_batches", lambda samples, budget, packed: [[i] for i in range(15)])
     assert relative(policy_gradient(policy, samples), found[0]) > 1000 * TOLERANCE[dtype]
 
 
@@ -126,8 +130,8 @@ def test_old_logprobs_give_the_clipped_gradient():
     policy = make_policy(copy.deepcopy(model), temperature=1.0)
     samples = ragged_samples()
     rng = np.random.default_rng(0)
-    old = [lp + rng.normal(0, 0.5, len(lp)).astype(np.float32) for lp in policy.score(samples)]
-    normaliser = loss_normaliser("dapo", [len(s.completion_ids) for s in samples])
+    old = [lp + rng.normal(0, 0.5, len(lp)).astype(np.float32) for lp in scored(policy, samples)]
+    normaliser = loss_normaliser(policy.loss, [len(s.completion_ids) for s in samples], policy.max_tokens)
     metrics = policy.backward(samples, normaliser, old)
     losses = []
     for s, before in zip(samples, old, strict=True):
@@ -141,7 +145,7 @@ def test_old_logprobs_give_the_clipped_gradient():
                 loss = torch.clamp(loss, max=-3.0 * s.advantage)
             losses.append(loss)
     torch.stack(losses).mean().backward()
-    assert relative(gradient(policy.model), gradient(model)) < 1e-5
+    assert relative(gradient(policy.parallel.module), gradient(model)) < 1e-5
     assert metrics["clipped_high"] > 0
     assert metrics["ratio"] != pytest.approx(1.0)
 
@@ -188,7 +192,7 @@ def test_samples_with_advantage_0_are_not_computed_and_stay_in_the_normaliser():
 def test_with_a_kl_term_samples_with_advantage_0_are_computed():
     samples = [replace(s, advantage=0.0) for s in ragged_samples(8)]
     policy = make_policy(tiny_model(seed=1), loss={"kl": {"coef": 0.1}})
-    policy.model.load_state_dict(tiny_model().state_dict())
+    policy.parallel.module.load_state_dict(tiny_model().state_dict())
     metrics = policy.update(samples)
     assert metrics["skipped"] == 0
     assert metrics["kl"] > 0
@@ -213,7 +217,8 @@ def test_a_batch_without_any_gradient_moves_nothing_and_gives_no_nan(changes):
     metrics = policy.update([replace(s, **changes) for s in ragged_samples()])
     assert torch.equal(parameters(policy), before)
     assert all(
-        torch.equal(state[i]["exp_avg"], s["exp_avg"]) for i, s in policy.optimizer.state_dict()["state"].items()
+        torch.equal(state[i]["exp_avg"], s["exp_avg"])
+        for i, s in policy.parallel.optimizer.state_dict()["state"].items()
     )
     assert metrics["updated"] == 0
     assert all(math.isfinite(v) for v in metrics.values())
@@ -232,7 +237,7 @@ def test_a_loss_that_is_not_finite_leaves_weights_and_optimizer_alone_and_is_cou
     metrics = policy.update(samples)
     assert (metrics["nonfinite"], metrics["updated"]) == (1, 0)
     assert torch.equal(parameters(policy), before)
-    for i, s in policy.optimizer.state_dict()["state"].items():
+    for i, s in policy.parallel.optimizer.state_dict()["state"].items():
         assert all(torch.equal(s[name], state[i][name]) for name in ("exp_avg", "exp_avg_sq", "step"))
     good = policy.update(ragged_samples())
     assert (good["nonfinite"], good["updated"]) == (0, 1)
@@ -240,7 +245,7 @@ def test_a_loss_that_is_not_finite_leaves_weights_and_optimizer_alone_and_is_cou
 
 def test_a_gradient_that_is_not_finite_is_caught_where_the_loss_is_finite():
     policy = make_policy()
-    weight = policy.model.model.layers[0].mlp.up_proj.weight
+    weight = policy.parallel.module.model.layers[0].mlp.up_proj.weight
     weight.register_hook(lambda grad: grad * math.nan)
     before = parameters(policy)
     metrics = policy.update(ragged_samples())
@@ -254,18 +259,18 @@ def test_a_gradient_that_is_not_finite_is_caught_where_the_loss_is_finite():
 
 def test_scores_come_in_the_samples_order_whatever_the_micro_batches():
     policy, samples = make_policy(micro_batch_tokens=60), ragged_samples()
-    together = policy.score(samples)
+    together = scored(policy, samples)
     for sample, found in zip(samples, together, strict=True):
         assert found.dtype == np.float32
         assert found.shape == sample.completion_ids.shape
-        assert np.abs(found - policy.score([sample])[0]).max() < 1e-5
-    assert policy.score([]) == []
+        assert np.abs(found - scored(policy, [sample])[0]).max() < 1e-5
+    assert scored(policy, []) == []
 
 
 def test_scores_are_those_of_the_current_weights_at_the_rollouts_temperature():
     model = tiny_model()
     policy, samples = make_policy(copy.deepcopy(model), temperature=1.7), ragged_samples(3)
-    before = policy.score(samples)
+    before = scored(policy, samples)
     sample = samples[0]
     ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.completion_ids]), dtype=torch.int64)
     with torch.no_grad():
@@ -273,17 +278,17 @@ def test_scores_are_those_of_the_current_weights_at_the_rollouts_temperature():
     at = torch.arange(len(sample.prompt_ids), len(ids))
     assert np.abs(before[0] - table[at - 1, ids[at]].numpy()).max() < 1e-5
     policy.update(samples)
-    assert not np.array_equal(policy.score(samples)[0], before[0])
+    assert not np.array_equal(scored(policy, samples)[0], before[0])
 
 
 def test_a_good_sample_becomes_likelier_and_a_bad_one_less_likely():
     rng = np.random.default_rng(0)
     good, bad = make_sample(rng, completion=6, advantage=1.0), make_sample(rng, completion=6, advantage=-1.0)
     policy = make_policy()
-    before = policy.score([good, bad])
+    before = scored(policy, [good, bad])
     for _ in range(3):
         policy.update([good, bad])
-    after = policy.score([good, bad])
+    after = scored(policy, [good, bad])
     assert after[0].sum() > before[0].sum() + 0.1
     assert after[1].sum() < before[1].sum() - 0.1
 
@@ -291,9 +296,9 @@ def test_a_good_sample_becomes_likelier_and_a_bad_one_less_likely():
 def test_a_model_trained_with_dropout_scores_and_updates_without_it():
     policy = make_policy(tiny_model(attention_dropout=0.5), gradient_checkpointing=True)
     samples = ragged_samples()
-    assert all(np.array_equal(a, b) for a, b in zip(policy.score(samples), policy.score(samples), strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(scored(policy, samples), scored(policy, samples), strict=True))
     assert policy.update(samples)["ratio_max"] == 1.0
-    assert policy.model.config.attention_dropout == 0.5  # the model's own setting is not rewritten
+    assert policy.parallel.module.config.attention_dropout == 0.5  # the model's own setting is not rewritten
     plain = make_policy(tiny_model(attention_dropout=0.0))
     assert torch.allclose(
         policy_gradient(make_policy(tiny_model(attention_dropout=0.5)), samples), policy_gradient(plain, samples)
@@ -305,14 +310,14 @@ def test_ids_outside_the_vocabulary_are_refused_with_the_agents_name():
     other = make_sample(vocabulary=40)
     for ids in (np.array([40], np.int32), np.array([-1], np.int32)):
         with pytest.raises(ValueError, match=r"'ada'.*another tokenizer"):
-            policy.score([replace(other, prompt_ids=ids)])
+            scored(policy, [replace(other, prompt_ids=ids)])
     with pytest.raises(ValueError, match="'bob'"):
-        policy.score([make_sample(agent="bob")])
+        scored(policy, [make_sample(agent="bob")])
 
 
 def test_the_gap_between_sampler_and_trainer_is_measured_as_it_is():
     policy, samples = make_policy(), ragged_samples()
-    exact = [replace(s, logprobs=lp) for s, lp in zip(samples, policy.score(samples), strict=True)]
+    exact = [replace(s, logprobs=lp) for s, lp in zip(samples, scored(policy, samples), strict=True)]
     assert policy.update(exact)["sampler_gap_max"] < 1e-5
     policy = make_policy()
     off = [replace(s, logprobs=s.logprobs - 0.5) for s in exact]
@@ -337,7 +342,7 @@ def test_the_schedule_and_warm_up_reach_the_optimizer(schedule):
     policy = make_policy(schedule=schedule, warmup_steps=2)
     rates = [policy.update(ragged_samples(2))["lr"] for _ in range(4)]
     assert rates == pytest.approx([1e-3 * learning_rate_factor(schedule, i, 2, 10) for i in range(4)])
-    assert policy.optimizer.param_groups[0]["lr"] == rates[-1]
+    assert policy.parallel.optimizer.param_groups[0]["lr"] == rates[-1]
 
 
 def test_an_agents_own_learning_rate_wins():
@@ -353,7 +358,7 @@ def test_max_grad_norm_0_is_off():
     for limit in (0.0, 0.5):
         policy = make_policy(max_grad_norm=limit, **sgd)
         assert policy.update(samples)["grad_norm"] > 10
-        moved[limit] = policy.optimizer.state_dict()["state"][0]["exp_avg"].norm()
+        moved[limit] = policy.parallel.optimizer.state_dict()["state"][0]["exp_avg"].norm()
     assert float(moved[0.0]) > 20 * float(moved[0.5])
 
 
@@ -378,7 +383,7 @@ def test_gradient_checkpointing_recomputes_and_changes_no_gradient():
         def count(*_: Any, name: str = name) -> None:
             calls[name] += 1
 
-        policy.model.model.layers[0].mlp.register_forward_pre_hook(count)
+        policy.parallel.module.model.layers[0].mlp.register_forward_pre_hook(count)
     assert torch.equal(policy_gradient(plain, samples), policy_gradient(saving, samples))
     assert calls["saving"] == 2 * calls["plain"] > 0
 
@@ -386,9 +391,9 @@ def test_gradient_checkpointing_recomputes_and_changes_no_gradient():
 def test_bfloat16_computes_narrow_and_keeps_float32_master_weights():
     samples = ragged_samples()
     policy = make_policy(tiny_model().to(torch.bfloat16), precision="bfloat16")
-    assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
+    assert {p.dtype for p in policy.parallel.module.parameters()} == {torch.float32}
     exact = make_policy(tiny_model().to(torch.bfloat16))
-    gap = max(float(np.abs(a - b).max()) for a, b in zip(policy.score(samples), exact.score(samples), strict=True))
+    gap = max(float(np.abs(a - b).max()) for a, b in zip(scored(policy, samples), scored(exact, samples), strict=True))
     assert 1e-5 < gap < 0.3
     assert policy.update(samples)["ratio_max"] == 1.0
     # a step far below bfloat16's resolution is not lost
@@ -402,7 +407,7 @@ def test_bfloat16_computes_narrow_and_keeps_float32_master_weights():
 def test_micro_batch_tokens_bounds_every_pass():
     policy = make_policy(micro_batch_tokens=64)
     shapes: list[int] = []
-    policy.model.register_forward_pre_hook(
+    policy.parallel.module.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     metrics = policy.update(ragged_samples())
@@ -423,7 +428,7 @@ def test_weights_have_the_names_of_the_state_dict():
     assert not any(t.requires_grad for t in weights.values())
     other = tiny_model(seed=5)
     other.load_state_dict({name: t.clone() for name, t in weights.items()})
-    assert make_policy(other).score(ragged_samples(2))[0].tolist() == policy.score(ragged_samples(2))[0].tolist()
+    assert scored(make_policy(other), ragged_samples(2))[0].tolist() == scored(policy, ragged_samples(2))[0].tolist()
 
 
 class Tokenizer:
@@ -446,7 +451,7 @@ def test_a_saved_model_is_a_plain_folder_that_loads_as_it_is(architecture, tmp_p
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     for name, tensor in policy.weights():
         assert torch.equal(loaded.state_dict()[name], tensor)
-    assert make_policy(loaded).score(samples)[0].tolist() == policy.score(samples)[0].tolist()
+    assert scored(make_policy(loaded), samples)[0].tolist() == scored(policy, samples)[0].tolist()
 
 
 def test_a_model_whose_generation_config_contradicts_itself_can_be_saved(tmp_path):
@@ -505,5 +510,5 @@ def test_two_policies_in_one_process_are_the_same_as_each_alone():
 
 def test_a_wide_model_is_not_narrowed():
     policy = make_policy(tiny_model().double())
-    assert {p.dtype for p in policy.model.parameters()} == {torch.float64}
+    assert {p.dtype for p in policy.parallel.module.parameters()} == {torch.float64}
     assert policy.update(ragged_samples())["updated"] == 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -68,17 +68,18 @@ def group_weights(nll: Sequence[float], advantages: Sequence[float], config: Wei
 
 
 def assign_advantages(
-    samples: Sequence[Sample], config: AdvantageConfig, mask_truncated: bool = False
-) -> tuple[list[Sample], dict[str, float]]:
-    """The samples of one agent with advantage (A' = A W, not re-centred), weight and `in_loss`, and metrics per turn.
+    samples: Sequence[Sample], config: AdvantageConfig, mask_truncated: bool = False, drop_no_signal: bool = False
+) -> tuple[list[Sample], Tallies]:
+    """The samples of one agent with advantage (A' = A W, not re-centred), weight and `in_loss`, and what `advantage_metrics`
+    makes metrics per turn of.
 
     A group is `Sample.group`. What is left out, and of what:
 
     * ungraded (`reward` None): neither in its group's baseline and weights nor in the loss;
     * truncated, with `mask_truncated`: in the baseline, not in the loss;
-    * advantage 0: in both.
+    * advantage 0: in both; with `drop_no_signal`, a group whose rewards are all equal is in neither loss nor normaliser.
 
-    A group that shrank to one graded member gives 0 and is counted (`shrunk`). Metrics are keyed `name/turn_T`.
+    A group that shrank to one graded member gives 0 and is counted (`shrunk`).
     """
     groups: dict[tuple[int, str, int], list[int]] = defaultdict(list)
     for index, sample in enumerate(samples):
@@ -90,12 +91,14 @@ def assign_advantages(
         rewards = [r for i in graded if (r := samples[i].reward) is not None]
         plain = group_advantages(rewards, config.normalize)
         weights, cut = group_weights([sample_nll(samples[i]) for i in graded], plain, config.weight)
+        tally = turns[turn]
         for i in members:
             result[i] = replace(samples[i], advantage=0.0, weight=1.0, in_loss=False)
         for i, advantage, weight in zip(graded, plain, weights, strict=True):
-            keep = not (mask_truncated and samples[i].truncated)
+            masked = mask_truncated and samples[i].truncated
+            keep = not masked and not (drop_no_signal and not any(plain))
+            tally.counts["masked"] += masked
             result[i] = replace(samples[i], advantage=advantage * weight, weight=weight, in_loss=keep)
-        tally = turns[turn]
         tally.rewards += rewards
         tally.weights += weights
         tally.advantages += [result[i].advantage for i in graded]
@@ -103,12 +106,17 @@ def assign_advantages(
         tally.counts["no_signal"] += not any(plain)
         tally.counts["shrunk"] += len(graded) == 1
         tally.counts["ungraded"] += len(members) - len(graded)
-        tally.counts["masked"] += sum(not result[i].in_loss for i in graded)
         tally.counts["weight_clamped"] += cut
-    metrics: dict[str, float] = {}
-    for turn in sorted(turns):
-        metrics |= {f"{name}/turn_{turn}": value for name, value in turns[turn].metrics().items()}
-    return result, metrics
+    return result, dict(turns)
+
+
+def advantage_metrics(parts: Iterable[Tallies]) -> dict[str, float]:
+    """Metrics `name/turn_T` of what `assign_advantages` gave on each rank: those that one process would give."""
+    turns: dict[int, _Tally] = defaultdict(_Tally)
+    for part in parts:
+        for turn, tally in part.items():
+            turns[turn].add(tally)
+    return {f"{name}/turn_{turn}": value for turn in sorted(turns) for name, value in turns[turn].metrics().items()}
 
 
 def sample_nll(sample: Sample) -> float:
@@ -127,6 +135,12 @@ class _Tally:
     advantages: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
+    def add(self, other: _Tally) -> None:
+        self.rewards += other.rewards
+        self.weights += other.weights
+        self.advantages += other.advantages
+        self.counts.update(other.counts)
+
     def metrics(self) -> dict[str, float]:
         metrics = {
             "no_signal": self.counts["no_signal"] / self.counts["groups"],
@@ -140,6 +154,10 @@ class _Tally:
             metrics["weight_std"] = math.sqrt(math.fsum((w - mean) ** 2 for w in self.weights) / n)
             metrics["weight_min"], metrics["weight_max"] = min(self.weights), max(self.weights)
         return metrics
+
+
+Tallies = dict[int, _Tally]
+"""By turn."""
 
 
 def _sign(value: float) -> float:

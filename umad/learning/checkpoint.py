@@ -1,13 +1,15 @@
 """Checkpoints: all agents of one step or none, written so that a half-written one is never taken for a whole one.
 
     RUN/checkpoints/step_000010/
-        AGENT/                 a plain Hugging Face model folder, for every agent
-        _training/AGENT.pt     optimiser and step of every agent (tensors and plain values, loads with weights_only)
-        _training/state.json   what the trainer needs beside that, the resolved recipe among it
-        _training/_random.pt   the process's random states
-        _training/complete.json  written last: every file with its size
+        AGENT/                     a plain Hugging Face model folder, for every agent that is trained
+        _training/AGENT.rank_0.pt  its optimiser and step (tensors and plain values, loads with weights_only); one per rank
+                                   where the ranks have parts of it (DeepSpeed)
+        _training/state.json       what the trainer needs beside that, the resolved recipe and the number of ranks among it
+        _training/_random.rank_0.pt  every rank's random states
+        _training/complete.json    written last: every file with its size
 
-The folder is made under a hidden name, synced, and renamed. An agent's name can't begin with an underscore.
+The folder is made under a hidden name, synced, and renamed by rank 0 when every rank has written its part. An agent's name
+can't begin with an underscore.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from umad.learning.world import World
 from umad.records import UserError
 
 if TYPE_CHECKING:
@@ -27,12 +31,12 @@ if TYPE_CHECKING:
 
 TRAINING = "_training"
 SENTINEL = "complete.json"
-RANDOM = "_random.pt"
+RANDOM = "_random"
 
 MAY_CHANGE = (
     *("name", "output", "logging", "checkpoints", "evaluation", "data.eval"),
     *("training.steps", "training.epochs", "training.micro_batch_tokens", "training.gradient_checkpointing"),
-    *("engine.max_batch", "grading.workers"),
+    *("training.max_nonfinite", "training.offload_idle", "engine.max_batch", "grading.workers"),
 )
 """Settings that may differ on resume: they say how long, where to or how fast, not what is learned."""
 
@@ -44,37 +48,73 @@ def save_checkpoint(
     tokenizers: Mapping[str, Any],
     state: Mapping[str, Any],
     keep: int | None = None,
+    *,
+    protect: Collection[int] = (),
+    world: World | None = None,
 ) -> Path:
-    """Saves all agents at `step` and returns the checkpoint's folder. A checkpoint of that step is replaced.
+    """Saves all agents at `step` and returns the checkpoint's folder. A checkpoint of that step is replaced. Every rank calls.
 
     policies, tokenizers: by agent name. state: JSON values, handed back by `load_checkpoint`; its `recipe` is compared on
-    resume. keep: delete all but the newest so many complete checkpoints afterwards (None: keep all).
+    resume. keep: delete all but the newest so many complete checkpoints afterwards (None: keep all), and those of the steps
+    in `protect`.
 
     Raises `UserError` where the disk is full or not writable; earlier checkpoints are then as they were.
     """
-    if sorted(policies) != sorted(tokenizers):
+    if not set(policies) <= set(tokenizers):
         raise ValueError(f"policies of {sorted(policies)} but tokenizers of {sorted(tokenizers)}")
+    world = world or World()
     folder = _checkpoints(run) / f"step_{step:06d}"
     part = folder.with_name(f".{folder.name}.part")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+
+    def begin() -> None:
         remove_leftovers(run)
-        _write(part, policies, tokenizers, state)
+        (part / TRAINING).mkdir(parents=True)
+
+    def finish() -> None:
+        _seal(part)
         _replace(part, folder)
-    except Exception as error:
-        if not _is_io_error(error):
-            raise
-        last = latest_checkpoint(run)
-        kept = f"the last whole one is {last}" if last else "there is no earlier one"
-        raise UserError(
-            f"{folder}: the checkpoint could not be written ({error}); {kept}. "
-            "Make room or choose another output, then go on with --resume"
-        ) from error
+
+    try:
+        _everywhere(world, begin, folder, main_only=True)
+        for name, policy in policies.items():
+            # one at a time: what fails on one rank must not leave the others waiting in the next policy's collectives
+            _everywhere(world, partial(_write, part, name, policy, tokenizers[name], world), folder)
+        facts = {**state, "agents": sorted(policies), **_layout(policies, world)}
+        _everywhere(world, lambda: _write_rest(part, facts, world), folder)
+        _everywhere(world, finish, folder, main_only=True)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
-    if keep is not None:
-        _prune(run, keep)
+        if world.main:
+            shutil.rmtree(part, ignore_errors=True)
+    if keep is not None and world.main:
+        _prune(run, keep, protect)
     return folder
+
+
+def _everywhere(world: World, action: Callable[[], None], folder: Path, *, main_only: bool = False) -> None:
+    """Runs a part of saving on every rank, or on rank 0; where it fails on one, all raise. A full disk is a `UserError`."""
+
+    def guarded() -> None:
+        if main_only and not world.main:
+            return
+        try:
+            action()
+        except Exception as error:
+            if not _is_io_error(error):
+                raise
+            last = latest_checkpoint(folder.parent.parent)
+            kept = f"the last whole one is {last}" if last else "there is no earlier one"
+            raise UserError(
+                f"{folder}: the checkpoint could not be written ({error}); {kept}. "
+                "Make room or choose another output, then go on with --resume"
+            ) from error
+
+    world.agree(guarded)
+
+
+def _layout(policies: Mapping[str, Policy], world: World) -> dict[str, Any]:
+    """How the training state lies on the ranks: a checkpoint can be resumed from only where that is the same."""
+    kinds = sorted({policy.parallel.kind for policy in policies.values()})
+    return {"ranks": world.size, "parallel": kinds}
 
 
 def latest_checkpoint(run: Path) -> Path | None:
@@ -102,22 +142,27 @@ def missing_parts(folder: Path) -> list[str]:
 
 
 def load_checkpoint(
-    folder: Path, policies: Mapping[str, Policy], recipe: Mapping[str, Any] | None = None
+    folder: Path,
+    policies: Mapping[str, Policy],
+    recipe: Mapping[str, Any] | None = None,
+    *,
+    world: World | None = None,
 ) -> dict[str, Any]:
-    """Loads weights, optimisers and random states of a checkpoint into `policies`, and returns its `state`.
+    """Loads weights, optimisers and random states of a checkpoint into `policies`, and returns its `state`. Every rank calls.
 
     recipe: the resolved recipe that is to go on (`model_dump(mode="json")`). Raises `UserError` where the checkpoint is
-    incomplete or damaged, holds other agents, or comes from another recipe (each difference is named).
+    incomplete or damaged, holds other agents, was saved by another number of ranks or under another way of sharing the
+    training state, or comes from another recipe (each difference is named).
     """
     import torch
 
+    world = world or World()
     missing = missing_parts(folder)
     if missing:
         raise UserError(f"{folder}: not a complete checkpoint: {_some(missing)} missing or cut short")
     state: dict[str, Any] = json.loads((folder / TRAINING / "state.json").read_text(encoding="utf-8"))
-    saved = sorted(path.stem for path in (folder / TRAINING).glob("*.pt") if path.name != RANDOM)
-    if saved != sorted(policies):
-        raise UserError(f"{folder}: holds the agents {', '.join(saved)}, not {', '.join(sorted(policies))}")
+    if state["agents"] != sorted(policies):
+        raise UserError(f"{folder}: holds the agents {', '.join(state['agents'])}, not {', '.join(sorted(policies))}")
     if recipe is not None:
         differences = recipe_differences(state.get("recipe", {}), recipe)
         if differences:
@@ -126,14 +171,35 @@ def load_checkpoint(
                 + "\n  ".join(differences)
                 + "\nUndo these changes, or start a new run with another output"
             )
-    try:
-        for name, policy in policies.items():
-            policy.load_model(folder / name)
-            policy.load_training_state(torch.load(folder / TRAINING / f"{name}.pt", weights_only=True))
-        _set_random_states(torch.load(folder / TRAINING / RANDOM, weights_only=True))
-    except Exception as error:
-        raise UserError(f"{folder}: cannot be loaded ({error}); remove it to resume from the one before") from error
-    return state
+    layout = _layout(policies, world)
+    if {key: state[key] for key in layout} != layout:
+        raise UserError(
+            f"{folder}: was saved by {_launch(state)}, and this launch is {_launch(layout)}. Launch it as before, or start a "
+            f"new run from the model folders in {folder}"
+        )
+
+    def load() -> None:
+        try:
+            for name, policy in policies.items():
+                policy.load_model(folder / name)
+                policy.load_training_state(
+                    torch.load(folder / TRAINING / _part_name(name, policy, world), weights_only=True)
+                )
+            _set_random_states(torch.load(folder / TRAINING / f"{RANDOM}.rank_{world.rank}.pt", weights_only=True))
+        except Exception as error:
+            raise UserError(f"{folder}: cannot be loaded ({error}); remove it to resume from the one before") from error
+
+    world.agree(load)
+    return {key: value for key, value in state.items() if key not in ("agents", *layout)}
+
+
+def _launch(layout: Mapping[str, Any]) -> str:
+    ranks = layout["ranks"]
+    return f"{ranks} process{'' if ranks == 1 else 'es'} ({', '.join(layout['parallel'])})"
+
+
+def _part_name(name: str, policy: Policy, world: World) -> str:
+    return f"{name}.rank_{world.rank if policy.parallel.sharded else 0}.pt"
 
 
 def recipe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -163,15 +229,30 @@ def remove_leftovers(run: Path) -> list[Path]:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def _write(part: Path, policies: Mapping[str, Policy], tokenizers: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+def _write(part: Path, name: str, policy: Policy, tokenizer: Any, world: World) -> None:
+    """One agent's folder and this rank's part of its training state."""
     import torch
 
-    (part / TRAINING).mkdir(parents=True)
-    for name, policy in policies.items():
-        policy.save_model(part / name, tokenizers[name])
-        torch.save(policy.training_state(), part / TRAINING / f"{name}.pt")
-    torch.save(_random_states(), part / TRAINING / RANDOM)
-    (part / TRAINING / "state.json").write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
+    policy.save_model(part / name, tokenizer)
+    state = policy.training_state()
+    if world.main or policy.parallel.sharded:
+        path = part / TRAINING / _part_name(name, policy, world)
+        torch.save(state, path)
+        _sync(path)
+
+
+def _write_rest(part: Path, state: Mapping[str, Any], world: World) -> None:
+    import torch
+
+    path = part / TRAINING / f"{RANDOM}.rank_{world.rank}.pt"
+    torch.save(_random_states(), path)
+    _sync(path)
+    if world.main:
+        (part / TRAINING / "state.json").write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
+
+
+def _seal(part: Path) -> None:
+    """Syncs everything and writes the sentinel that makes a whole checkpoint of it."""
     files = {str(path.relative_to(part)): path.stat().st_size for path in sorted(part.rglob("*")) if path.is_file()}
     for name in files:
         _sync(part / name)
@@ -192,9 +273,11 @@ def _replace(part: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _prune(run: Path, keep: int) -> None:
+def _prune(run: Path, keep: int, protect: Collection[int]) -> None:
     complete = [folder for folder in checkpoint_folders(run) if not missing_parts(folder)]
     for folder in complete[:-keep]:
+        if checkpoint_step(folder) in protect:
+            continue
         # hidden first: a folder that is half deleted must not look like a checkpoint
         hidden = folder.with_name(f".{folder.name}.old")
         os.rename(folder, hidden)

@@ -5,25 +5,53 @@ The learner proper (`Policy`) sees samples only; this file is where debates beco
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from umad.config import Recipe
+from umad.config import Recipe, TrainingConfig
 from umad.debate.driver import Driver, jobs_for
 from umad.debate.protocols import Protocol
-from umad.grading import STATUSES
-from umad.learning.advantages import assign_advantages
+from umad.learning.advantages import advantage_metrics, assign_advantages
+from umad.learning.metrics import combined, debate_metrics
 from umad.learning.rewards import RewardFunction, load_functions, reward_debate, reward_metrics
 from umad.learning.samples import samples_of, write_back
-from umad.records import Debate, Problem, RunError, Sample
+from umad.learning.schedule import ProblemSampler, active_agents, with_signal
+from umad.learning.world import World
+from umad.records import Debate, RunError, Sample
 
 if TYPE_CHECKING:
     from umad.learning.policy import Policy
+
+
+class NonFiniteError(RunError):
+    """Too many updates in a row had a loss or gradient that isn't finite."""
+
+    def __init__(self, agent: str, count: int) -> None:
+        super().__init__(f"the last {count} updates of agent {agent!r} had a loss or gradient that is not finite")
+        self.debates: list[Debate] = []
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One rank's debates of a step. places: instance of a problem -> its place (0-based) among the step's problems that are
+    learned from, over all ranks."""
+
+    debates: list[Debate]
+    places: Mapping[int, int]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Learnable:
+    """One agent's samples, this rank's, with the places of their problems (None: not learned from)."""
+
+    samples: list[Sample]
+    places: list[int | None]
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -35,45 +63,6 @@ class StepResult:
     metrics: dict[str, float]
 
 
-class ProblemSampler:
-    """Which problems a step sees: every epoch is a permutation decided by (seed, epoch) alone.
-
-    It has no state: the batch of a step can be computed from the step's number, so resuming can't lose its place. A batch
-    may reach over the end of an epoch.
-    """
-
-    def __init__(self, problems: Sequence[Problem], batch: int, seed: int) -> None:
-        self.problems, self.size, self.seed = problems, batch, seed
-        self._cached: tuple[int, list[int]] = (-1, [])
-
-    def batch(self, step: int) -> list[Problem]:
-        """The problems of `step` (1-based)."""
-        first = (step - 1) * self.size
-        return [self._at(position) for position in range(first, first + self.size)]
-
-    def _at(self, position: int) -> Problem:
-        epoch, place = divmod(position, len(self.problems))
-        return self.problems[self._order(epoch)[place]]
-
-    def _order(self, epoch: int) -> list[int]:
-        import numpy as np
-
-        if self._cached[0] != epoch:
-            rng = np.random.default_rng([self.seed, 0x5EED, epoch])
-            self._cached = (epoch, rng.permutation(len(self.problems)).tolist())
-        return self._cached[1]
-
-
-def total_steps(recipe: Recipe, n_problems: int) -> int:
-    """Steps of the whole training: as given, or so many that `epochs` passes over the problems are begun and ended."""
-    training = recipe.training
-    assert training is not None
-    if training.steps is not None:
-        return training.steps
-    assert training.epochs is not None
-    return max(1, math.ceil(training.epochs * n_problems / training.problems_per_step))
-
-
 @dataclass(eq=False)
 class Trainer:
     """Holds what training changes (the policies) and what it drives (engines, by way of the driver's agents)."""
@@ -82,126 +71,217 @@ class Trainer:
     driver: Driver
     protocol: Protocol
     policies: Mapping[str, Policy]
+    """Of the agents that are trained."""
     sampler: ProblemSampler
+    world: World = field(default_factory=World)
+    position: int = 0
+    """How many of the sampler's problems were drawn so far."""
     timings: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
     functions: Sequence[RewardFunction] = ()
 
     def __post_init__(self) -> None:
         self.functions = load_functions(self.recipe.reward)
 
-    def push(self, version: int) -> None:
-        """Gives every engine its policy's weights. Mandatory after load, resume and each update."""
+    @property
+    def training(self) -> TrainingConfig:
+        assert self.recipe.training is not None
+        return self.recipe.training
+
+    def push(self, version: int, names: Iterable[str] | None = None) -> None:
+        """Gives the engines their policies' weights. Mandatory after load, resume and each update."""
         for agent in self.driver.agents:
-            agent.engine.push(self.policies[agent.name].weights(), version)
+            if agent.name in self.policies and (names is None or agent.name in names):
+                agent.engine.push(self.policies[agent.name].weights(), version)
 
     def step(self, step: int) -> StepResult:
-        """Runs training step `step` (1-based); the engines hold version step-1 before and `step` after."""
-        self.timings = {}
+        """Runs training step `step` (1-based); the engines of the agents that are trained hold version step-1 before and
+        `step` after it."""
+        self.timings, self.memory = {}, {}
         self.driver.timings.clear()
         start = time.perf_counter()
-        debates = self.rollout(step)
-        if all(debate.error is not None for debate in debates):
-            raise RunError(f"step {step}: all {len(debates)} debates failed; the first: {debates[0].error}")
-        debates = [reward_debate(debate, self.recipe.reward, self.functions) for debate in debates]
-        metrics = dict(debate_metrics(debates)) | reward_metrics(debates, self.functions)
-        ready: dict[str, list[Sample]] = {}
-        for name in self.policies:
-            samples, counts = self.samples(debates, name)
-            ready[name] = samples
-            metrics |= {f"agent/{name}/{key}": value for key, value in counts.items()}
+        drawn = self.draw(step)
+        metrics = dict(drawn.metrics)
+        active = active_agents(list(self.policies), self.training, step)
+        batches = {name: self.samples(drawn, name) for name in active}  # all before any policy of this step is updated
+        for name, batch in batches.items():
+            metrics |= {f"agent/{name}/{key}": value for key, value in batch.metrics.items()}
+        self.world.barrier()  # no rank may wait for another's debates inside a collective of the back end
         with self._timed("update"):
-            for name, policy in self.policies.items():
-                updated = policy.update(ready[name])
+            for name, batch in batches.items():
+                try:
+                    updated = self._update(self.policies[name], batch)
+                except NonFiniteError as error:
+                    error.debates = self._together(drawn.debates)
+                    raise
                 metrics |= {f"agent/{name}/{key}": value for key, value in updated.items()}
-        self._check_weights(step)
+        self._check_weights(step, active)
         with self._timed("push"):
             self.push(step)
-        debates = write_back(debates, [sample for samples in ready.values() for sample in samples])
+        samples = [sample for batch in batches.values() for sample in batch.samples]
+        debates = self._together(write_back(drawn.debates, samples))
+        metrics |= dict(debate_metrics(debates)) | reward_metrics(debates, self.functions) if self.world.main else {}
         return StepResult(step, debates, metrics | self._times(time.perf_counter() - start, debates))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it: JSON values."""
+        return {"position": self.position, "faults": {f.name: dict(f.faults) for f in self.functions}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.position = int(state["position"])
+        for function in self.functions:
+            function.faults = Counter(state["faults"].get(function.name, {}))
+
+    # --- debates ----------------------------------------------------------------------------------------------------
+
+    def draw(self, step: int) -> Drawn:
+        """This rank's debates of the step, with rewards. Under `no_signal: refill` rounds go on until enough problems, over
+        all ranks, have a group with signal; how many were needed is the same on all of them."""
+        size, training = self.training.problems_per_step, self.training
+        debates: list[Debate] = []
+        kept: list[int] = []
+        places: dict[int, int] = {}
+        rounds = offset = 0
+        while True:
+            count = -(-(size - len(kept)) // self.world.size) * self.world.size
+            found = self._debates(step, offset, count)
+            debates += found
+            if training.no_signal != "refill":
+                kept = list(range(size))
+                break
+            kept += sorted(i for part in self.world.gather(sorted(with_signal(found))) for i in part)
+            offset += count
+            if len(kept) >= size or rounds == training.refill_rounds:
+                break
+            rounds += 1
+        places = {instance: place for place, instance in enumerate(kept[:size])}
+        self.position += max(offset, size)
+        metrics = {}
+        if training.no_signal == "refill":
+            metrics = {
+                "debate/refill_rounds": float(rounds),
+                "debate/problems_drawn": float(offset),
+                "debate/problems_kept": float(len(places)),
+            }
+        return Drawn(debates, places, metrics)
+
+    def _debates(self, step: int, offset: int, count: int) -> list[Debate]:
+        """G debates of each of this rank's share of the step's problems from `offset` on, rewarded. Whole groups lie on one
+        rank. What a debate says does not depend on which."""
+        mode = self.recipe.debate.grouping
+        problems = self.sampler.take(self.position, offset + count)
+        share = self.world.share(range(offset, offset + count))
+        jobs = jobs_for(problems, self.training.group_size, together=mode == "shared_context")
+        own = [job for job in jobs if job.instance in share]
+        sampling = self.recipe.sampling.sampling()
+
+        def run() -> list[Debate]:
+            found = self.driver.run(own, self.protocol, sampling, self.recipe.seed, f"train/{step}", mode)
+            if found and all(debate.error is not None for debate in found):
+                raise RunError(f"step {step}: all {len(found)} debates failed; the first: {found[0].error}")
+            return [reward_debate(debate, self.recipe.reward, self.functions) for debate in found]
+
+        with self._measured("generate"):
+            return self.world.agree(run)
+
+    def _together(self, debates: list[Debate]) -> list[Debate]:
+        """All ranks' debates on rank 0, in the order of their problems; elsewhere this rank's own."""
+        if self.world.size == 1:
+            return debates
+        parts = self.world.gather(debates if not self.world.main else [])
+        if not self.world.main:
+            return debates
+        parts[0] = debates
+        return sorted((debate for part in parts for debate in part), key=lambda d: (d.instance, d.rollout))
+
+    # --- learning ---------------------------------------------------------------------------------------------------
+
+    def samples(self, drawn: Drawn, name: str) -> Learnable:
+        """The agent's samples with advantages, scored by its policy where something needs it."""
+        weight, exact = self.recipe.advantage.weight, self._exact(name)
+        dropped: Counter[str] = Counter()
+        samples = samples_of(drawn.debates, name, dropped)
+        wide = weight.mode in ("ucas", "edge")
+        own_nll = weight.mode != "none" and (weight.logprobs == "trainer" or (weight.logprobs == "auto" and not exact))
+        reused = self.training.updates_per_batch > 1
+        if wide or own_nll or (reused and not exact):
+            with self._timed("score"):
+                scored = self.policies[name].score(samples)
+            samples = [
+                replace(s, scores=found, nll=-float(found.logprobs.mean()) if own_nll else s.nll)
+                for s, found in zip(samples, scored, strict=True)
+            ]
+        drop = self.training.no_signal == "drop"
+        ready, tallies = assign_advantages(samples, self.recipe.advantage, self.recipe.loss.mask_truncated, drop)
+        counts = self.world.sum({f"dropped_{reason.replace(' ', '_')}": float(n) for reason, n in dropped.items()})
+        metrics = advantage_metrics(self.world.gather(tallies)) | counts
+        return Learnable(ready, [drawn.places.get(sample.group[0]) for sample in ready], metrics)
+
+    def _update(self, policy: Policy, batch: Learnable) -> dict[str, float]:
+        """`updates_per_batch` updates, each on every so-manieth problem; metrics are the updates' means, counts their sums."""
+        count = self.training.updates_per_batch
+        rows = []
+        for part in range(count):
+            chosen = [
+                sample
+                for sample, place in zip(batch.samples, batch.places, strict=True)
+                if place is not None and place % count == part
+            ]
+            rows.append(policy.update(chosen, None if count == 1 else [_old_logprobs(sample) for sample in chosen]))
+        if policy.failures >= self.training.max_nonfinite:
+            raise NonFiniteError(policy.name, policy.failures)
+        return combined(rows)
 
     def _exact(self, name: str) -> bool:
         """Whether the sampler's log-probabilities are those of the policy that is updated."""
-        return next(agent.engine.exact_logprobs for agent in self.driver.agents if agent.name == name)
+        return exact_sampler(self.driver, name, self.training)
 
-    def _check_weights(self, step: int) -> None:
+    def _check_weights(self, step: int, names: Iterable[str]) -> None:
         """Weights that are not finite would be saved and could never be resumed from."""
-        for name, policy in self.policies.items():
-            if not policy.finite():
+        for name in names:
+            if not self.policies[name].finite():
                 raise RunError(
                     f"step {step}: the weights of agent {name!r} are no longer finite; lower training.learning_rate (the last "
                     "checkpoint is from before)"
                 )
 
-    def rollout(self, step: int) -> list[Debate]:
-        """The step's debates: G rollouts of each problem."""
-        training = self.recipe.training
-        assert training is not None
-        mode = self.recipe.debate.grouping
-        jobs = jobs_for(self.sampler.batch(step), training.group_size, together=mode == "shared_context")
-        sampling = self.recipe.sampling.sampling()
-        return self.driver.run(jobs, self.protocol, sampling, self.recipe.seed, f"train/{step}", mode)
-
-    def samples(self, debates: Sequence[Debate], name: str) -> tuple[list[Sample], dict[str, float]]:
-        """The agent's samples with advantages, before any policy of this step is updated."""
-        weight = self.recipe.advantage.weight
-        dropped: Counter[str] = Counter()
-        samples = samples_of(debates, name, dropped)
-        if weight.mode != "none" and (
-            weight.logprobs == "trainer" or (weight.logprobs == "auto" and not self._exact(name))
-        ):
-            with self._timed("score"):
-                scored = self.policies[name].score(samples)
-            samples = [replace(s, nll=-float(lp.mean())) for s, lp in zip(samples, scored, strict=True)]
-        ready, metrics = assign_advantages(samples, self.recipe.advantage, self.recipe.loss.mask_truncated)
-        return ready, metrics | {f"dropped_{reason.replace(' ', '_')}": float(n) for reason, n in dropped.items()}
+    # --- measuring --------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with self._measured(name):
+            yield
         self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - start
 
+    @contextmanager
+    def _measured(self, name: str) -> Iterator[None]:
+        """Keeps the most GPU memory that this process held in the block."""
+        import torch
+
+        if not torch.cuda.is_available():
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        self.memory[name] = max(self.memory.get(name, 0.0), torch.cuda.max_memory_allocated() / 1e9)
+
     def _times(self, whole: float, debates: Sequence[Debate]) -> dict[str, float]:
-        parts = {**self.driver.timings, **self.timings}
+        """Seconds per phase, of the slowest rank, and tokens of all ranks per second of it."""
+        parts = self.world.most({**self.driver.timings, **self.timings, "step": whole})
+        memory = self.world.most(self.memory)
         tokens = sum(d.cost.completion_tokens for d in debates)
         row = {f"time/{name}": seconds for name, seconds in parts.items()}
-        row["time/step"] = whole
         row["throughput/tokens_per_second"] = tokens / max(parts.get("generate", 0.0), 1e-9)
-        return row
+        return row | {f"memory/{name}_gb": most for name, most in memory.items()}
 
 
-def debate_metrics(debates: Sequence[Debate]) -> Iterator[tuple[str, float]]:
-    """Flat metrics of a step's debates, over all agents and per agent and turn. Ungraded responses are left out."""
-    yield "debate/failed", float(sum(d.error is not None for d in debates))
-    yield "debate/calls", float(sum(d.cost.calls for d in debates))
-    yield "debate/prompt_tokens", float(sum(d.cost.prompt_tokens for d in debates))
-    yield "debate/completion_tokens", float(sum(d.cost.completion_tokens for d in debates))
-    decided = [d.decision.correct for d in debates if d.decision and d.decision.correct is not None]
-    if decided:
-        yield "debate/accuracy", sum(decided) / len(decided)
-    groups: dict[tuple[str, int], list[Any]] = {}
-    for debate in debates:
-        for r in debate.responses():
-            groups.setdefault((r.agent, r.turn), []).append(r)
-    by_agent: dict[str, list[Any]] = {}
-    for (agent, turn), responses in sorted(groups.items()):
-        by_agent.setdefault(agent, []).extend(responses)
-        graded = [r.correct for r in responses if r.correct is not None]
-        if graded:
-            yield f"agent/{agent}/accuracy/turn_{turn}", sum(graded) / len(graded)
-    for agent, responses in by_agent.items():
-        n = len(responses)
-        rewards = [r.reward for r in responses if r.reward is not None]
-        nlls = [r.nll for r in responses if r.nll is not None]
-        if rewards:
-            yield f"agent/{agent}/reward", sum(rewards) / len(rewards)
-        if nlls:
-            yield f"agent/{agent}/nll", sum(nlls) / len(nlls)
-        yield f"agent/{agent}/truncated", sum(r.truncated for r in responses) / n
-        yield f"agent/{agent}/unparsed", sum(r.answer is None for r in responses) / n
-        yield f"agent/{agent}/ungraded", float(sum(r.correct is None for r in responses))
-        statuses = Counter(r.status for r in responses)
-        for status in STATUSES:
-            yield f"agent/{agent}/grade_{status}", float(statuses[status])
-        yield f"agent/{agent}/length", sum(r.completion_tokens for r in responses) / n
-        yield f"agent/{agent}/shortened", float(sum(r.shortened > 0 for r in responses))
+def exact_sampler(driver: Driver, name: str, training: TrainingConfig) -> bool:
+    """Whether an agent's engine samples from what its policy computes: both in float32."""
+    engine = next(agent.engine for agent in driver.agents if agent.name == name)
+    return engine.exact_logprobs and training.precision == "float32"
+
+
+def _old_logprobs(sample: Sample) -> Any:
+    """Before the iteration's first update: the trainer's where it scored, else the sampler's, which are then exact."""
+    return sample.logprobs if sample.scores is None else sample.scores.logprobs

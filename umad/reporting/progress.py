@@ -41,6 +41,13 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 _logs: list[Path] = []
+_silent = False
+
+
+def silence() -> None:
+    """Nothing is printed from here on: for the processes of a launch that are not its first."""
+    global _silent
+    _silent = True
 
 
 @contextmanager
@@ -61,18 +68,24 @@ def _log(text: str) -> None:
 
 def say(text: str = "") -> None:
     """Prints plain text to stdout, control characters made visible."""
+    if _silent:
+        return
     _write(sys.stdout, printable(text) + "\n")
     _log(printable(text))
 
 
 def warn(text: str) -> None:
     """Prints a warning to stderr."""
+    if _silent:
+        return
     _write(sys.stderr, f"warning: {printable(text)}\n")
     _log(f"warning: {printable(text)}")
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Prints a table to stdout: boxed on a terminal, aligned plain text elsewhere. Columns of numbers stand right."""
+    if _silent:
+        return
     cells = [[printable("" if cell is None else str(cell)) for cell in row] for row in rows]
     right = [bool(cells) and all(_NUMBER.match(row[i].strip()) for row in cells) for i in range(len(columns))]
     if sys.stdout.isatty():
@@ -179,6 +192,9 @@ def progress(label: str, total: int | None = None, unit: str = "", *, done: int 
     count do not enter the rate. Nothing is printed when the block ends within two seconds.
     """
     bar = Bar(label, total, unit, done)
+    if _silent:
+        yield bar
+        return
     _display.push(bar)
     try:
         yield bar

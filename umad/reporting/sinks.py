@@ -125,6 +125,12 @@ class Sinks:
             if self._wandb.id:
                 self._state.write(wandb=self._wandb.id)
 
+    @property
+    def wandb_id(self) -> str | None:
+        """The id of the wandb run, where there is one."""
+        found = self._state.read().get("wandb")
+        return None if found is None else str(found)
+
     def log(self, step: int, row: Mapping[str, Any]) -> None:
         """Writes one flat row for `step`; steps must rise."""
         self.metrics.append(step, row)

