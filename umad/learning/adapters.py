@@ -62,7 +62,7 @@ def add_adapter(model: Any, config: AdapterConfig, seed: int) -> None:
         raise ValueError("the model has an adapter already")
     settings = LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        lora_alpha=config.alpha,
         target_modules=_targets(model, config.targets),
         lora_dropout=0.0,
         bias="none",
@@ -119,11 +119,12 @@ def merged_weights(model: nn.Module, whole: Whole | None = None) -> Iterator[tup
         if layer is not None:
             parts += [layer.lora_A[NAME].weight, layer.lora_B[NAME].weight]
         with make_whole([part for part in parts if isinstance(part, nn.Parameter)]):
-            base, *factors = (part.detach() for part in parts)
-            yield plain_name(name), _merge(base, *factors, layer) if factors else base
+            base = tensors[name].detach()
+            yield plain_name(name), base if layer is None else _merge(base, layer)
 
 
-def _merge(base: Tensor, a: Tensor, b: Tensor, layer: Any) -> Tensor:
+def _merge(base: Tensor, layer: Any) -> Tensor:
+    a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     wide = torch.promote_types(base.dtype, torch.float32)
     product = (b.to(wide) @ a.to(wide)).mul_(layer.scaling[NAME])
     return product.t().add(base).to(base.dtype) if layer.fan_in_fan_out else product.add_(base).to(base.dtype)
