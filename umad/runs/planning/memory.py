@@ -65,10 +65,11 @@ class Phase:
         return sum(self.parts.values())
 
 
-def mode_of(training: TrainingConfig, layout: Layout) -> Mode:
+def mode_of(seat: Seat, training: TrainingConfig, layout: Layout) -> Mode:
+    """A frozen base is loaded in bfloat16, so that autocast has nothing to convert."""
     if training.precision == "float32":
         return "float32"
-    return "bfloat16" if layout.deepspeed else "autocast"
+    return "bfloat16" if layout.deepspeed or seat.config.adapter is not None else "autocast"
 
 
 def needs_scores(recipe: Recipe) -> bool:
@@ -88,22 +89,30 @@ def resident(seat: Seat, recipe: Recipe, layout: Layout, *, base: bool = True) -
     """Bytes that an agent has on each GPU throughout. base: whether a shared base is counted with this agent."""
     shape, training, trained = seat.shape, recipe.training, seat.trained
     parts: dict[str, float] = {}
+    adapter = seat.config.adapter is not None
+    shared = 0.0  # bytes of a frozen base that the engine has in common with the trainer
     if training is not None:
-        mode = mode_of(training, layout)
+        mode = mode_of(seat, training, layout)
         n = layout.gpus
         size = 2 if mode == "bfloat16" else 4
         shares = n if layout.zero == 3 else 1
-        frozen = shape.parameters if seat.config.adapter is not None or not trained else 0
+        frozen = shape.parameters * base if adapter or not trained else 0
+        wide = 2 if layout.deepspeed and mode == "bfloat16" else 4  # an adapter in one process is float32
         if layout.offload != "all":
-            parts["weights"] = size * trained / shares + (4 if size == 4 else size) * frozen * base / shares
+            parts["weights"] = (wide if adapter else size) * trained / shares + size * frozen / shares
         if layout.deepspeed and trained and layout.offload == "none":
             parts["master weights"] = 4 * trained / n
         if trained and layout.offload == "none":
             parts["optimiser"] = 8 * trained / (n if layout.deepspeed else 1)
-        if recipe.loss.kl.coef > 0 and trained and seat.config.adapter is None:
+        if trained:
+            parts |= _resident_gradients(trained, layout, mode)
+        if recipe.loss.kl.coef > 0 and trained and not adapter:
             parts["reference"] = reference_bytes(shape, mode)
+        if adapter and size == engine_size(recipe) and layout.zero < 3:
+            shared = float(size * frozen)
     if recipe.engine.backend != "scripted":
-        parts["engine"] = engine_size(recipe) * shape.parameters
+        own = shape.parameters * (base if adapter else 1) + (trained if adapter else 0)
+        parts["engine"] = engine_size(recipe) * own - shared
     return {name: value for name, value in parts.items() if value}
 
 
@@ -160,7 +169,8 @@ def generation(seat: Seat, recipe: Recipe) -> Generation:
     passes = max(1, math.ceil(rows * prompt / PREFILL_TOKENS))
     tokens = max(prompt, rows * prompt / passes)
     prefix = tokens * per_token
-    computing = tokens * forward_bytes(shape, "float32" if size == 4 else "bfloat16")
+    adapter = seat.config.adapter is not None
+    computing = tokens * forward_bytes(shape, "float32" if size == 4 else "bfloat16", adapter=adapter)
     before = start * (passes - 1) / passes  # the cache holds the rows of earlier passes
     sampling = _sampling_bytes(rows * shape.vocabulary, shape, recipe)
     growing = cache / shape.layers * 2 / 3  # a layer's cache grows by half into new memory
@@ -196,7 +206,8 @@ def generation_parts(seats: Sequence[Seat], recipe: Recipe) -> dict[str, float]:
 def layer_bytes(shape: Shape, mode: Mode, scores: float = 0.0, adapter: AdapterConfig | None = None) -> float:
     """What one token leaves in a layer for the backward pass. scores: tokens that a query's attention scores are kept of.
 
-    With an adapter norms are frozen, so what they normalised need not be kept; every adapted layer adds its rank.
+    With an adapter norms are frozen, so what they normalised need not be kept; but in bfloat16 every adapted layer keeps an
+    input of its own, since the adapter is float32. Every adapted layer adds its rank.
     """
     wide = shape.heads * shape.head_dim
     narrow = shape.kv_heads * shape.head_dim
@@ -204,13 +215,14 @@ def layer_bytes(shape: Shape, mode: Mode, scores: float = 0.0, adapter: AdapterC
     per_hidden = {"float32": 24, "autocast": 26, "bfloat16": 16}[mode]
     feed_forward = (16 if full else 8) if shape.gated else (8 if full else 4)
     if adapter is not None:
-        per_hidden -= {"float32": 8, "autocast": 7, "bfloat16": 4}[mode]
+        per_hidden += -8 if full else 2
     kept = float(per_hidden * shape.hidden) + feed_forward * shape.intermediate + 8
     kept += (8 if full else 4) * (wide + narrow) + 4 * shape.heads
     if shape.qk_norm:
         per_size = (8 if full else 6) - (0 if adapter is None else 4 if full else 2)
         kept += per_size * (wide + narrow) + 4 * (shape.heads + shape.kv_heads)
     if adapter is not None:
+        kept += 0 if full else 2 * wide
         kept += (4 if full else 2) * adapter.rank * shape.adapted(adapter.targets) / shape.layers
     return kept + (4 if full else 6) * shape.heads * scores
 
@@ -220,13 +232,13 @@ def stream_bytes(shape: Shape, mode: Mode) -> int:
     return (2 if mode == "bfloat16" else 4) * shape.hidden
 
 
-def forward_bytes(shape: Shape, mode: Mode) -> float:
+def forward_bytes(shape: Shape, mode: Mode, *, adapter: bool = False) -> float:
     """Most that one token takes in a pass that keeps nothing for a backward pass."""
     full = mode == "float32"
-    feed_forward = (12 if full else 6) * shape.intermediate + (8 if mode == "bfloat16" else 16) * shape.hidden
+    per_hidden = (8 + 4 * adapter) if mode == "bfloat16" else 16
+    feed_forward = ((12 if full else 6) + (4 if full else 2) * adapter) * shape.intermediate
     wide = shape.heads * shape.head_dim + shape.kv_heads * shape.head_dim
-    attention = (12 if full else 8) * wide + (8 if mode == "bfloat16" else 16) * shape.hidden
-    return float(max(feed_forward, attention))
+    return float(per_hidden * shape.hidden + max(feed_forward, (12 if full else 8) * wide))
 
 
 def head_chunk_bytes(completion: float, shape: Shape, mode: Mode, device: str = "cuda") -> float:
@@ -277,7 +289,7 @@ def kept_scores(recipe: Recipe, mode: Mode, width: float, device: str) -> float:
 def scoring_parts(seat: Seat, recipe: Recipe, layout: Layout, device: str = "cuda") -> dict[str, float]:
     training, shape = recipe.training, seat.shape
     assert training is not None
-    mode = mode_of(training, layout)
+    mode = mode_of(seat, training, layout)
     options = [_scoring(seat, recipe, batch, mode, device) for batch in batches(seat, training, layout)]
     parts = max(options, key=lambda found: sum(found.values()))
     if mode == "autocast" and seat.config.adapter is None:
@@ -288,7 +300,10 @@ def scoring_parts(seat: Seat, recipe: Recipe, layout: Layout, device: str = "cud
 def _scoring(seat: Seat, recipe: Recipe, batch: Batch, mode: Mode, device: str) -> dict[str, float]:
     shape, tokens = seat.shape, batch.tokens
     scores = kept_scores(recipe, mode, batch.width, device)
-    layer = forward_bytes(shape, mode) + 2 * (4 if mode == "float32" else 6) * shape.heads * scores
+    layer = (
+        forward_bytes(shape, mode, adapter=seat.config.adapter is not None)
+        + 2 * (4 if mode == "float32" else 6) * shape.heads * scores
+    )
     head = head_chunk_bytes(batch.completion, shape, mode, device)
     head += (2 if mode == "autocast" else 0) * shape.head_parameters + batch.completion * shape.hidden * 6
     moments = [
@@ -303,7 +318,7 @@ def update_parts(seat: Seat, recipe: Recipe, layout: Layout, device: str = "cuda
     its end."""
     training, shape = recipe.training, seat.shape
     assert training is not None
-    mode = mode_of(training, layout)
+    mode = mode_of(seat, training, layout)
     gradients = gradient_bytes(seat, layout, mode)
     moments: list[dict[str, float]] = []
     for batch in batches(seat, training, layout):
@@ -320,13 +335,28 @@ def update_parts(seat: Seat, recipe: Recipe, layout: Layout, device: str = "cuda
     return max(moments, key=lambda parts: sum(parts.values())) | _gathered(shape, layout, mode)
 
 
+def _resident_gradients(trained: int, layout: Layout, mode: Mode) -> dict[str, float]:
+    """What DeepSpeed makes room for once: float32 gradients (ZeRO-1 in bfloat16, ZeRO-3), and ZeRO-3's bucket of gradients on
+    their way, in float32."""
+    if layout.zero == 1 and mode == "bfloat16":
+        return {"gradients": 4.0 * trained}
+    if layout.zero == 3:
+        share = 0.0 if layout.offload != "none" else 4.0 * trained / layout.gpus
+        return {"gradients": share, "gradient bucket": 4 * BUCKET}
+    return {}
+
+
 def gradient_bytes(seat: Seat, layout: Layout, mode: Mode) -> float:
-    """float32 throughout; ZeRO-2 and -3 keep a share of them and a bucket of those that are on their way."""
+    """What gradients add during an update. In one process and under DDP all of them, in float32. DeepSpeed's ZeRO-1 all of
+    them in the weights' type; ZeRO-2 a share in float32; where it reduces them in buckets, one of those."""
     trained = seat.trained
-    if layout.zero < 2:
+    size = 2 if mode == "bfloat16" else 4
+    if layout.zero == 0:
         return 4.0 * trained
-    share = 0.0 if layout.offload != "none" else 4.0 * trained / layout.gpus
-    return share + 4 * min(BUCKET, trained)
+    if layout.zero == 1:
+        return float(size * trained) + (4 * BUCKET if size == 4 else 0)
+    share = 0.0 if layout.zero == 3 or layout.offload != "none" else 4.0 * trained / layout.gpus
+    return share + (size * BUCKET if layout.zero == 2 else 0)
 
 
 def _weight_copies(seat: Seat, mode: Mode, layers: float) -> dict[str, float]:
@@ -368,12 +398,17 @@ def _in_backward(seat: Seat, recipe: Recipe, batch: Batch, mode: Mode, device: s
     shape, training = seat.shape, recipe.training
     saved, layer = _saved(seat, recipe, batch, mode, device)
     stream = batch.tokens * stream_bytes(shape, mode)
-    feed_forward = batch.tokens * (8 if mode == "float32" else 4) * shape.intermediate
+    hidden, intermediate = batch.tokens * shape.hidden, batch.tokens * shape.intermediate
+    feed_forward = (8 if mode == "float32" else 4) * intermediate
     if training.gradient_checkpointing:
+        # one layer is computed again, its feed-forward part goes back first
         activations = saved + layer + stream + feed_forward
+        if seat.config.adapter is not None and mode == "bfloat16":
+            activations += 6 * hidden + 2 * intermediate  # inputs of adapters in float32
         copies = 1.0
     else:
-        activations = saved + max(5 * stream, 2 * stream + feed_forward)
+        # the last norm, in float32, or the last layer's feed-forward part
+        activations = saved + max((22 if mode == "bfloat16" else 20) * hidden, 2 * stream + feed_forward)
         copies = float(shape.layers)
     head = 4.0 * shape.head_parameters if shape.tied and seat.config.adapter is None else 0.0
     return {"activations": activations, "head": head} | _weight_copies(seat, mode, copies)

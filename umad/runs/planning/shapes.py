@@ -47,7 +47,7 @@ KNOWN = _known()
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear layer. name: the last part of its name (`q_proj`)."""
+    """One linear layer. name: its whole name (`model.layers.0.self_attn.q_proj`)."""
 
     name: str
     inputs: int
@@ -98,9 +98,11 @@ class Shape:
 
     def _chosen(self, targets: str | tuple[str, ...]) -> list[Linear]:
         wanted = (targets,) if isinstance(targets, str) else targets
-        chosen = [m for m in self.linears if targets == "all-linear" or m.name in wanted]
+        if targets == "all-linear":
+            return list(self.linears)
+        chosen = [m for m in self.linears if any(f".{m.name}".endswith(f".{target}") for target in wanted)]
         if not chosen:
-            names = ", ".join(sorted({m.name for m in self.linears}))
+            names = ", ".join(sorted({m.name.rpartition(".")[2] for m in self.linears}))
             raise UserError(f"agents.adapter.targets: {targets!r} names no linear layer; there are {names}")
         return chosen
 
@@ -194,7 +196,7 @@ def _count(config: Any, source: str) -> Shape:
     head = model.get_output_embeddings()
     modules = dict(model.named_modules())
     linears = tuple(
-        Linear(name.rpartition(".")[2], module.in_features, module.out_features)
+        Linear(name, module.in_features, module.out_features)
         for name, module in modules.items()
         if isinstance(module, nn.Linear) and module is not head
     )
