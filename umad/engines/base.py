@@ -59,6 +59,8 @@ class Engine(Protocol):
 
     exact_logprobs: bool
     """Whether `Generation.logprobs` are those of the model that training updates."""
+    version: int
+    """Of the weights that it has: what the last push gave."""
 
     def submit(self, request: Request) -> None:
         """Takes a request; nothing is computed yet."""

@@ -109,8 +109,8 @@ def _checked(
     shared = [agent.name for agent in recipe.agents if agent.base == "shared"]
     if shared and deepspeed_launch():
         raise UserError(
-            f"agents: {', '.join(shared)} have base: shared, which DeepSpeed cannot train: it takes over a model's tensors, and "
-            "here several agents have them in common. Launch without DeepSpeed, or give each its own base"
+            f"agents: {', '.join(shared)} have base: shared, which DeepSpeed cannot train: it takes over a model's tensors, "
+            "and here several agents have them in common. Launch without DeepSpeed, or give each its own base"
         )
     evaluation = recipe.evaluation
     measures = evaluation.before or evaluation.after or evaluation.every
