@@ -84,6 +84,31 @@ def train(
     print_run(run(loaded, resume=resume).path)
 
 
+@app.command()
+def sft(
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe with a section `sft`.")],
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the next agent.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the resolved recipe, then stop.")] = False,
+) -> None:
+    """Fine-tune the agents of a recipe on worked solutions, or on right responses of recorded debates.
+
+    Example: umad sft recipes/smollm2_sft.yaml output=runs/warm
+    """
+    from umad.recipe_io import dump_recipe, load_recipe
+    from umad.runs.sft import check
+    from umad.runs.sft import sft as run
+
+    loaded = load_recipe(recipe, overrides or [])
+    if dry_run:
+        check(loaded)
+        print(dump_recipe(loaded), end="")
+        return
+    from umad.runs.tables import print_run
+
+    print_run(run(loaded, resume=resume).path)
+
+
 @app.command("plan")
 def plan_(
     recipe: Annotated[Path, typer.Argument(help="A YAML recipe.")],

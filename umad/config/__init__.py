@@ -32,6 +32,7 @@ from umad.config.running import (
     LoggingConfig,
     SourceConfig,
 )
+from umad.config.sft import SFTConfig, SolutionsConfig
 
 __all__ = [
     "AccuracyConfig",
@@ -56,8 +57,10 @@ __all__ = [
     "Recipe",
     "RewardConfig",
     "RewardFunctionConfig",
+    "SFTConfig",
     "SamplingConfig",
     "Section",
+    "SolutionsConfig",
     "SourceConfig",
     "TrainingConfig",
     "WeightConfig",

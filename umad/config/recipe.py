@@ -18,6 +18,7 @@ from umad.config.running import (
     GradingConfig,
     LoggingConfig,
 )
+from umad.config.sft import SFTConfig
 
 
 def nearest_multiples(number: int, divisor: int) -> str:
@@ -41,6 +42,8 @@ class Recipe(Section):
     loss: LossConfig = LossConfig()
     training: TrainingConfig | None = None
     """Left out in recipes that only evaluate."""
+    sft: SFTConfig | None = None
+    """Supervised fine-tuning, for `umad sft`."""
     engine: EngineConfig = EngineConfig()
     data: DataConfig = DataConfig()
     grading: GradingConfig = GradingConfig()
