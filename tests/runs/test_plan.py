@@ -16,8 +16,9 @@ from umad.config import Recipe
 from umad.recipe_io import load_recipe, parse_recipe
 from umad.records import UserError
 from umad.runs.plan import Options, plan, seats_of
-from umad.runs.planning import memory
+from umad.runs.planning import generating, memory
 from umad.runs.planning.machines import GB, GPUS, Layout, find_gpu, read_accelerate
+from umad.runs.planning.seats import Seat
 from umad.runs.planning.shapes import shape_of
 from umad.runs.planning.work import Assumptions, attention_flops, forward_flops, update_flops, without_signal
 
@@ -128,7 +129,7 @@ def test_a_hub_name_that_cannot_be_reached_says_what_to_do(monkeypatch: pytest.M
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def seat(recipe: Recipe, layout: Layout = Layout(), **assumed: Any) -> memory.Seat:
+def seat(recipe: Recipe, layout: Layout = Layout(), **assumed: Any) -> Seat:
     assumptions = Assumptions(**({"mean_length": recipe.sampling.max_tokens} | assumed))
     return seats_of(recipe, assumptions, layout)[0]
 
@@ -203,7 +204,7 @@ def test_the_key_value_cache_is_the_engines() -> None:
     cache.append(prefix, None, 2, 100)  # type: ignore[arg-type]
     for length in range(100, 700):
         cache.begin_step(torch.tensor([length, length]), length + 1, True)
-    assert cache.layers[0].keys.shape[2] == memory.kv_columns(100, 600)
+    assert cache.layers[0].keys.shape[2] == generating.kv_columns(100, 600)
 
 
 def live_tensors(known: Any) -> Any:
@@ -345,7 +346,7 @@ def test_the_plan_is_what_a_real_engine_takes(tmp_path: Path, dtype: str) -> Non
         while done < rows:
             done += len(engine.pump())
     planned = [seat(recipe, problem_tokens=prompt)]
-    assert sum(memory.generation_parts(planned, recipe).values()) == pytest.approx(live.peak, rel=0.08)
+    assert sum(generating.generation_parts(planned, recipe).values()) == pytest.approx(live.peak, rel=0.08)
 
 
 def test_the_largest_batches_are_the_longest_rows_and_the_first_turns() -> None:

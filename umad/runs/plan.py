@@ -11,8 +11,9 @@ from typing import Any
 from umad.config import Recipe
 from umad.records import UserError
 from umad.runs.planning.machines import GB, Gpu, Layout, find_gpu, read_accelerate
-from umad.runs.planning.memory import Phase, Seat, needs_scores, phases, stay
+from umad.runs.planning.memory import Phase, phases, stay
 from umad.runs.planning.remedies import Fix, fixes
+from umad.runs.planning.seats import Seat, needs_scores
 from umad.runs.planning.shapes import shape_of
 from umad.runs.planning.work import Assumptions, Work, lengths_of, signal_table, work_of
 

@@ -1,57 +1,24 @@
-"""GPU memory of a run, from the shapes of its models: what stays, and what each phase adds at its peak.
-
-The formulas for activations count the tensors that PyTorch keeps for the backward pass of a decoder layer as transformers
-writes it: two RMS norms, attention that doesn't keep its scores (flash or sdpa), a gated feed-forward part. With H hidden,
-I intermediate, A = heads * head size, K = key-value heads * head size, bytes per token and layer:
-
-    float32            24 H + 16 I + 8 A + 8 K + 4 heads + 8
-    bfloat16 autocast  26 H +  8 I + 4 A + 4 K + 4 heads + 8    (float32 weights and residual stream)
-    bfloat16           16 H +  8 I + 4 A + 4 K + 4 heads + 8    (bfloat16 weights: DeepSpeed)
-
-Normalised queries and keys add 8 (A + K) + 4 heads + 4 kv_heads (float32) or 6 (A + K) + ... (bfloat16). A test compares
-them with what a real model holds.
-"""
+"""GPU memory of a run, from the shapes of its models: what stays, and what each phase adds at its peak."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-from umad.config import AdapterConfig, AgentConfig, Recipe, TrainingConfig
+from umad.config import Recipe, TrainingConfig
+from umad.runs.planning.activations import forward_bytes, head_chunk_bytes, kept_scores, layer_bytes, stream_bytes
+from umad.runs.planning.generating import generation_parts
 from umad.runs.planning.machines import Layout
+from umad.runs.planning.seats import Mode, Seat, engine_size, mode_of, needs_scores
 from umad.runs.planning.shapes import Shape
-from umad.runs.planning.work import Lengths, evaluates, kv_elements
 
 PHASES = ("generation", "scoring", "update", "push", "idle")
-
-Mode = Literal["float32", "autocast", "bfloat16"]
-"""How the update computes; `autocast`: bfloat16 products on float32 weights."""
 
 BUCKET = 5e8
 """Numbers in a bucket of gradients that DeepSpeed reduces at once (its default)."""
 LIVE = 1e9
 """Parameters that ZeRO-3 keeps whole at most (its default)."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """What the plan has to know of one agent."""
-
-    config: AgentConfig
-    shape: Shape
-    lengths: Lengths
-
-    @property
-    def trained(self) -> int:
-        """Parameters that are updated."""
-        if not self.config.trainable:
-            return 0
-        adapter = self.config.adapter
-        if adapter is None:
-            return self.shape.parameters
-        return self.shape.adapter_parameters(adapter.rank, adapter.targets)
 
 
 @dataclass
@@ -63,23 +30,6 @@ class Phase:
     @property
     def total(self) -> float:
         return sum(self.parts.values())
-
-
-def mode_of(seat: Seat, training: TrainingConfig, layout: Layout) -> Mode:
-    """A frozen base is loaded in bfloat16, so that autocast has nothing to convert."""
-    if training.precision == "float32":
-        return "float32"
-    return "bfloat16" if layout.deepspeed or seat.config.adapter is not None else "autocast"
-
-
-def needs_scores(recipe: Recipe) -> bool:
-    """Whether samples are scored by the trainer before they are learned from (as `Trainer.samples` decides)."""
-    training, weight = recipe.training, recipe.advantage.weight
-    if training is None:
-        return False
-    exact = recipe.engine.dtype == "float32" and training.precision == "float32"
-    own = weight.mode != "none" and (weight.logprobs == "trainer" or (weight.logprobs == "auto" and not exact))
-    return weight.mode in ("ucas", "edge") or own or (training.updates_per_batch > 1 and not exact)
 
 
 # --- what stays -------------------------------------------------------------------------------------------------------
@@ -124,129 +74,7 @@ def reference_bytes(shape: Shape, mode: Mode) -> float:
     return float((4 if mode == "float32" else 2) * shape.parameters)
 
 
-def engine_size(recipe: Recipe) -> int:
-    return 2 if recipe.engine.dtype == "bfloat16" else 4
-
-
-# --- generation -------------------------------------------------------------------------------------------------------
-
-COLUMNS = 64
-"""Room for keys and values grows by at least so many tokens, and by half (`umad.engines.kv`)."""
-
-
-def kv_columns(prompt: int, longest: int) -> int:
-    """Tokens that the cache has room for in each row when a prompt's longest response is finished."""
-    have = _ceil(prompt + COLUMNS)
-    while have < prompt + longest:
-        have = _ceil(max(have + 1, have + have // 2))
-    return have
-
-
-def _ceil(columns: int) -> int:
-    return -(-columns // COLUMNS) * COLUMNS
-
-
-@dataclass(frozen=True)
-class Generation:
-    """Bytes of one engine. cache: keys and values with all rows at their longest. start: as they are when prompts have been
-    computed. prompts: most that a pass over prompts takes. step: most that one decode step takes on top of the cache."""
-
-    cache: float
-    start: float
-    prompts: float
-    step: float
-
-
-def generation(seat: Seat, recipe: Recipe) -> Generation:
-    from umad.engines.transformers import PREFILL_TOKENS
-
-    shape, size, lengths = seat.shape, engine_size(recipe), seat.lengths
-    rows = min(recipe.engine.max_batch, lengths.most_rows)
-    prompt, longest = lengths.worst_prompt, max(lengths.longest, recipe.evaluation.max_tokens or 0)
-    per_token = float(size * kv_elements(shape))
-    cache = per_token * rows * kv_columns(prompt, longest)
-    start = per_token * rows * _ceil(prompt + COLUMNS)
-    passes = max(1, math.ceil(rows * prompt / PREFILL_TOKENS))
-    tokens = max(prompt, rows * prompt / passes)
-    prefix = tokens * per_token
-    adapter = seat.config.adapter is not None
-    computing = tokens * forward_bytes(shape, "float32" if size == 4 else "bfloat16", adapter=adapter)
-    before = start * (passes - 1) / passes  # the cache holds the rows of earlier passes
-    sampling = _sampling_bytes(rows * shape.vocabulary, shape, recipe)
-    growing = cache / shape.layers * 2 / 3  # a layer's cache grows by half into new memory
-    return Generation(cache, start, max(prefix + computing + before, prefix + start), max(sampling, growing))
-
-
-def _sampling_bytes(numbers: int, shape: Shape, recipe: Recipe) -> float:
-    """Logits of all rows, `numbers` of them, and their float32 copy. Then a block of them at a time: scaled (where the
-    temperature isn't 1), exponentiated, and summed up in float64; all of them, in float64, where top-k or top-p cut."""
-    from umad.engines.sampling import _BLOCK
-
-    wide = 4 + (2 if engine_size(recipe) == 2 else 0)
-    block = min(numbers, max(_BLOCK, shape.vocabulary)) * (12 if recipe.sampling.temperature == 1 else 16)
-    settings = recipe.evaluation.accuracy
-    evaluated = recipe.training is None or evaluates(recipe)
-    cut = evaluated and settings.problems and (settings.top_p < 1 or settings.top_k)
-    return float(numbers * wide + max(block, 20 * numbers if cut else 0))
-
-
-def generation_parts(seats: Sequence[Seat], recipe: Recipe) -> dict[str, float]:
-    """All engines decode side by side; one of them at a time computes: a step, or its prompts while the others wait with
-    their caches full."""
-    found = [generation(seat, recipe) for seat in seats]
-    everything = sum(g.cache for g in found)
-    moments = [{"key-value cache": everything, "decoding": max(g.step for g in found)}]
-    moments += [{"key-value cache": everything - g.cache, "prompts": g.prompts} for g in found]
-    return max(moments, key=lambda parts: sum(parts.values()))
-
-
 # --- the trainer's passes ---------------------------------------------------------------------------------------------
-
-
-def layer_bytes(shape: Shape, mode: Mode, scores: float = 0.0, adapter: AdapterConfig | None = None) -> float:
-    """What one token leaves in a layer for the backward pass. scores: tokens that a query's attention scores are kept of.
-
-    With an adapter norms are frozen, so what they normalised need not be kept; but in bfloat16 every adapted layer keeps an
-    input of its own, since the adapter is float32. Every adapted layer adds its rank.
-    """
-    wide = shape.heads * shape.head_dim
-    narrow = shape.kv_heads * shape.head_dim
-    full = mode == "float32"
-    per_hidden = {"float32": 24, "autocast": 26, "bfloat16": 16}[mode]
-    feed_forward = (16 if full else 8) if shape.gated else (8 if full else 4)
-    if adapter is not None:
-        per_hidden += -8 if full else 2
-    kept = float(per_hidden * shape.hidden) + feed_forward * shape.intermediate + 8
-    kept += (8 if full else 4) * (wide + narrow) + 4 * shape.heads
-    if shape.qk_norm:
-        per_size = (8 if full else 6) - (0 if adapter is None else 4 if full else 2)
-        kept += per_size * (wide + narrow) + 4 * (shape.heads + shape.kv_heads)
-    if adapter is not None:
-        kept += 0 if full else 2 * wide
-        kept += (4 if full else 2) * adapter.rank * shape.adapted(adapter.targets) / shape.layers
-    return kept + (4 if full else 6) * shape.heads * scores
-
-
-def stream_bytes(shape: Shape, mode: Mode) -> int:
-    """One token's hidden state between layers."""
-    return (2 if mode == "bfloat16" else 4) * shape.hidden
-
-
-def forward_bytes(shape: Shape, mode: Mode, *, adapter: bool = False) -> float:
-    """Most that one token takes in a pass that keeps nothing for a backward pass."""
-    full = mode == "float32"
-    per_hidden = (8 + 4 * adapter) if mode == "bfloat16" else 16
-    feed_forward = ((12 if full else 6) + (4 if full else 2) * adapter) * shape.intermediate
-    wide = shape.heads * shape.head_dim + shape.kv_heads * shape.head_dim
-    return float(per_hidden * shape.hidden + max(feed_forward, (12 if full else 8) * wide))
-
-
-def head_chunk_bytes(completion: float, shape: Shape, mode: Mode, device: str = "cuda") -> float:
-    """Buffers of the fused head: two float32 ones and one in bfloat16 where it computes in that, for a chunk of rows."""
-    from umad.learning.head import CHUNK_BYTES, CHUNK_BYTES_ELSEWHERE
-
-    row = shape.vocabulary * (8 if mode == "float32" else 10)
-    return min(completion, max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // row)) * float(row)
 
 
 @dataclass(frozen=True)
@@ -275,15 +103,6 @@ def batches(seat: Seat, training: TrainingConfig, layout: Layout) -> list[Batch]
         tokens = rows * width
         found.append(Batch(tokens, rows * lengths.longest, width, max(1, math.ceil(expected / tokens))))
     return found
-
-
-def kept_scores(recipe: Recipe, mode: Mode, width: float, device: str) -> float:
-    """Eager attention keeps its scores, and so does sdpa in float32 on a GPU, where neither of its kernels that don't takes
-    grouped queries."""
-    attention = recipe.training.attention if recipe.training else "auto"
-    if attention == "eager" or (mode == "float32" and device == "cuda" and attention in ("auto", "sdpa")):
-        return width
-    return 0.0
 
 
 def scoring_parts(seat: Seat, recipe: Recipe, layout: Layout, device: str = "cuda") -> dict[str, float]:
