@@ -213,7 +213,7 @@ def test_under_autocast_the_fused_loss_is_near_the_plain_one(by_token):
         return output.loss, output.logprobs, output.entropy, gradients(model)
 
     ours, theirs = run(True), run(False)
-    assert abs(float(ours[0] / theirs[0]) - 1) < 1e-3
+    assert abs(ours[0].item() / theirs[0].item() - 1) < 1e-3
     for mine, other, true in zip(ours[1:3], theirs[1:3], exact, strict=True):
         assert (mine - other).abs().max() < 1e-4  # from the same bfloat16 logits
         assert (mine - true).abs().max() < 0.1
