@@ -161,6 +161,23 @@ def evaluate(
 
 
 @app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    agent: Annotated[str, typer.Option(help="Which of its agents.")],
+    to: Annotated[str, typer.Option(metavar="DIR|hub:NAME", help="A folder, or a repository on the Hub.")],
+    step: Annotated[Optional[str], typer.Option(help="A step, or 'best'; the newest by default.")] = None,  # noqa: UP045
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+) -> None:
+    """Write an agent's model folder with a model card.
+
+    Example: umad export runs/tiny_umad --agent qwen2 --to models/qwen2_debater --step best
+    """
+    from umad.runs.export import export as write
+
+    write(run, agent, to, step, force=force)
+
+
+@app.command()
 def grade(
     file: Annotated[Path, typer.Argument(help="JSON lines with `gold` and `candidate`.")],
     out: Annotated[Optional[Path], typer.Option(help="Where the graded rows go; FILE.graded.jsonl by default.")] = None,  # noqa: UP045

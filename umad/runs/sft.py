@@ -285,7 +285,7 @@ def _trainer(
 
     from umad.learning.policy import learning_rate_factor
 
-    class Trainer(SFTTrainer):  # type: ignore[misc]
+    class Trainer(SFTTrainer):
         """TRL's, with the recipe's schedule: in transformers' own the first step of a warm-up has a rate of 0."""
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -295,7 +295,7 @@ def _trainer(
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
             return self.lr_scheduler
 
-    class Watch(TrainerCallback):  # type: ignore[misc]
+    class Watch(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if logs and "loss" in logs:
                 tell(state.global_step, logs)

@@ -108,7 +108,8 @@ def read_source(recipe: Recipe, grader: Grader) -> Source:
 def _from_data(recipe: Recipe, grader: Grader) -> Source:
     from umad.tasks.solutions import load_solutions
 
-    assert recipe.sft is not None and recipe.sft.data is not None
+    assert recipe.sft is not None
+    assert recipe.sft.data is not None
     solutions, bare, broken = load_solutions(recipe.sft.data, recipe.data.on_bad_rows, build.gold_faults)
     tally = Tally(len(solutions) + bare + len(broken))
     tally.drop("broken", len(broken))
@@ -234,7 +235,8 @@ def examples_for(
     tally = source.tally.copy()
     chosen = _chosen(config, agent.name, source, tally, recipe.seed)
     longest = min(config.max_tokens or context, context)
-    encoder = _Encoder(agent, prompts, tuple(stops), end_of_turn(agent.tokenizer, stops), longest)
+    specials = frozenset(special_strings(agent.tokenizer))
+    encoder = _Encoder(agent, prompts, specials, tuple(stops), end_of_turn(agent.tokenizer, stops), longest)
     examples = []
     for candidate in chosen:
         made = encoder.example(candidate)
@@ -298,6 +300,7 @@ class _Encoder:
 
     agent: Agent
     prompts: Prompts
+    specials: frozenset[str]
     stops: tuple[int, ...]
     end: int
     longest: int
@@ -312,7 +315,7 @@ class _Encoder:
             return "with too long a prompt"
         completion = self._recorded(candidate, prompt)
         if completion is None:
-            if any(special in candidate.text for special in special_strings(self.agent.tokenizer)):
+            if any(special in candidate.text for special in self.specials):
                 return "that hold control tokens"
             ids = self.agent.tokenizer.encode(candidate.text.strip(), add_special_tokens=False)
             completion = np.asarray([*ids, self.end], dtype=np.int32)
