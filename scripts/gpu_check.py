@@ -173,7 +173,7 @@ def live_tensors(known: Any = ()) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_iter
 
-    class Live(TorchDispatchMode):  # type: ignore[misc]
+    class Live(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
             self.live = self.peak = 0
@@ -215,7 +215,7 @@ def measured_on_cpu() -> Iterator[None]:
         self.memory[name] = max(self.memory.get(name, 0.0), live.peak / 1e9)
 
     original = Trainer._measured
-    Trainer._measured = measured  # type: ignore[method-assign, assignment]
+    Trainer._measured = measured  # type: ignore[method-assign]
     try:
         with live:
             yield
@@ -238,8 +238,8 @@ def check(folder: Path, device: str, tiny: bool) -> dict[str, Any]:
         make_agent(folder / kind, kind, settings, device)
     gpu = gpu_name() if device == "cuda" else None
     has = torch.cuda.get_device_properties(0).total_memory / 1e9 if device == "cuda" else None
-    for rows in (8, 4, 2, 1):  # smaller micro-batches on smaller cards
-        recipe = recipe_of(folder, tiny, rows)
+    for most in (8, 4, 2, 1):  # smaller micro-batches on smaller cards
+        recipe = recipe_of(folder, tiny, most)
         longest, problem = recipe.sampling.max_tokens, prompt_tokens(recipe)
         planned = plan(recipe, Options(gpu, has, mean_length=longest, problem_tokens=problem), device)
         if planned["fits"] is not False:
