@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +177,54 @@ def test_agents_start_apart_and_the_same_each_time(root: Path) -> None:
 def test_wrong_targets_are_an_error_with_their_place(root: Path) -> None:
     with pytest.raises(UserError, match=r"agents\[1\]\.adapter\.targets: 'quack' is no module.*down_proj"):
         build.load_agents(recipe_of(root, "agents.1.adapter.targets=[quack]"))
+
+
+def launched(kind: list[str], *arguments: str) -> None:
+    """`umad` in two processes on this machine's CPU."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", *kind]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [*command, "-m", "umad.cli", *arguments], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        (["--multi_gpu"], "shared"),
+        (["--use_deepspeed", "--zero_stage", "2", "--zero3_init_flag", "false"], "own"),
+        (["--use_deepspeed", "--zero_stage", "3", "--zero3_init_flag", "false"], "own"),
+    ],
+    ids=["ddp", "zero2", "zero3"],
+)
+def test_two_processes_train_and_resume_the_adapters_that_one_does(
+    root: Path, tmp_path: Path, kind: list[str], base: str
+) -> None:
+    if base == "own":
+        pytest.importorskip("deepspeed")
+    bases = [f"agents.{i}.base={base}" for i in range(2)]
+    train(recipe_of(root, f"output={tmp_path / 'alone'}", "training.steps=2", *bases))
+    run = tmp_path / "run"
+    arguments = ["train", str(root / "recipe.yaml"), f"output={run}", "training.steps=2", *bases]
+    launched(kind, *arguments)
+    last = run / "checkpoints/step_000002"
+    alone, found = adapters(tmp_path / "alone"), adapters(run)
+    assert alone.keys() == found.keys()
+    for name, tensor in alone.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
+    saved = load_file(root / "base/model.safetensors")
+    merged = load_file(last / "one/model.safetensors")
+    assert merged.keys() == saved.keys()
+    assert all(torch.equal(merged[n], saved[n]) for n in saved if not n.endswith("_proj.weight"))
+    shutil.rmtree(last)
+    launched(kind, *arguments, "--resume")
+    again = adapters(run)
+    assert all(torch.equal(again[name], tensor) for name, tensor in found.items())
+
+
+def adapters(run: Path) -> dict[str, torch.Tensor]:
+    files = sorted((run / "checkpoints/step_000002").glob("*/adapter/*.safetensors"))
+    return {f"{file.parts[-3]}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
