@@ -294,11 +294,3 @@ def test_evaluation_settings_that_could_have_no_effect_are_refused(root: Path, t
     single = ["debate.protocol=single", "evaluation.turns=5"]
     assert umad("train", root / "recipe.yaml", f"output={run}", *single) == 2
     assert "one turn" in capfd.readouterr().err
-
-
-def test_several_processes_are_refused_instead_of_writing_over_each_other(
-    root: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert umad("train", root / "recipe.yaml", f"output={tmp_path / 'run'}") == 2
-    assert "one process" in capfd.readouterr().err

@@ -301,6 +301,17 @@ def _is_io_error(error: Exception) -> bool:
 # --- random states ----------------------------------------------------------------------------------------------------
 
 
+def seed_random_states(seed: int, rank: int) -> None:
+    """Sets the global generators of a run that begins, each rank's to its own: what a user's function draws can be repeated."""
+    import numpy as np
+    import torch
+
+    first, second, third = (int(word) for word in np.random.SeedSequence([seed, rank]).generate_state(3))
+    random.seed(first)
+    np.random.seed(second)
+    torch.manual_seed(third)
+
+
 def _random_states() -> dict[str, Any]:
     """Python's, numpy's and torch's global states. Training draws nothing from them; a user's reward function may."""
     import numpy as np

@@ -32,6 +32,11 @@ GATHER_ELEMENTS = 2**27
 """Parameters that are made whole at once where ZeRO-3 has them in parts."""
 
 
+BUCKET_ELEMENTS = 5 * 10**7
+"""Of DeepSpeed's communication buffers, which every agent has of its own; DeepSpeed's default, ten times that, would keep 2 GB
+for each."""
+
+
 class Parallel(Protocol):
     """What `Policy` needs of either."""
 
@@ -289,6 +294,8 @@ def deepspeed_settings(training: TrainingConfig) -> dict[str, Any]:
     for key in ("offload_optimizer", "offload_param"):
         if zero.get(key, {}).get("device", "none") == "none":
             zero.pop(key, None)
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        zero.setdefault(key, BUCKET_ELEMENTS)
     if int(zero.get("stage", 0)) == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     bf16 = training.precision == "bfloat16"
@@ -358,4 +365,4 @@ def buckets(names: Sequence[str], parameters: dict[str, Tensor], most: int = GAT
 
 
 def _all_finite(tensors: Any) -> bool:
-    return all(bool(torch.isfinite(tensor.detach().sum(dtype=torch.float64))) for tensor in tensors)
+    return all(bool(torch.isfinite(tensor.detach().sum())) for tensor in tensors)

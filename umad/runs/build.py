@@ -252,7 +252,9 @@ def agents_of(recipe: Recipe, loaded: Sequence[Loaded], *, own_copy: bool) -> li
     for agent in loaded:
         context = models.context_length(agent.model)
         shared = agent.config.base == "shared"
-        engine: Any = engine_for(recipe, agent, own_copy=own_copy, base=base if shared else None)
+        engine: Any = engine_for(
+            recipe, agent, own_copy=own_copy and agent.config.trainable, base=base if shared else None
+        )
         base = engine.model if shared else base
         agents.append(
             Agent(

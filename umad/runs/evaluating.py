@@ -134,11 +134,15 @@ def note_settings(where: Path, recipe: Recipe) -> None:
 
 
 def _with_checkpoint(recipe: Recipe, folder: RunFolder, step: int) -> Recipe:
-    """The recipe whose agents are those of a checkpoint. Their tokenizers lie beside them."""
+    """The recipe whose agents are those of a checkpoint, with their tokenizers; those that are not trained are not in it and
+    are what they were."""
     if step == START:
         return recipe
     where = folder.checkpoint(step)
-    agents = [AgentConfig(name=a.name, model=str(where / a.name), chat_template=a.chat_template) for a in recipe.agents]
+    agents = [
+        AgentConfig(name=a.name, model=str(where / a.name), chat_template=a.chat_template) if a.trainable else a
+        for a in recipe.agents
+    ]
     return recipe.model_copy(update={"agents": tuple(agents)})
 
 

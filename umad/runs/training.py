@@ -11,7 +11,13 @@ from typing import Any
 
 from umad.config import Recipe, TrainingConfig
 from umad.debate.driver import Driver
-from umad.learning.checkpoint import latest_checkpoint, load_checkpoint, remove_leftovers, save_checkpoint
+from umad.learning.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    remove_leftovers,
+    save_checkpoint,
+    seed_random_states,
+)
 from umad.learning.rewards import load_functions
 from umad.learning.schedule import ProblemSampler, total_steps
 from umad.learning.trainer import NonFiniteError, StepResult, Trainer
@@ -141,6 +147,7 @@ def _started(recipe: Recipe, world: World) -> RunFolder:
 def _begin(run: _Run, resume: bool) -> int:
     """Loads the checkpoint if there is one, pushes the weights, evaluates the start; returns the first step to run."""
     done, world = START, run.world
+    seed_random_states(run.recipe.seed, world.rank)
     checkpoint = world.gather(latest_checkpoint(run.folder.path) if resume and world.main else None)[0]
     if checkpoint is not None:
         state = load_checkpoint(checkpoint, run.trainer.policies, run.recipe.model_dump(mode="json"), world=world)
