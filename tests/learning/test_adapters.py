@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -327,6 +328,17 @@ def test_targets_name_linear_layers_of_the_model(folders: dict[str, Path]) -> No
     ):
         with pytest.raises(UserError, match=message):
             adapted(*targets)
+
+
+def test_a_missing_peft_is_named_before_anything_changes(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = base_of(folders, "qwen2")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r"needs peft.*umad\[peft\]"):
+        add_adapter(model, CONFIG, 0)
+    assert not is_adapted(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_merging_asks_for_what_it_reads_and_for_no_more_at_a_time(folders: dict[str, Path]) -> None:

@@ -7,6 +7,7 @@ weights have changed after a hundred times).
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,8 +55,10 @@ def add_adapter(model: Any, config: AdapterConfig, seed: int) -> None:
     alone. No dropout: scoring and updating are one function. The head stays plain.
 
     Raises:
-        UserError: `config.targets` names what isn't there, or isn't a linear layer.
+        UserError: peft is not installed, or `config.targets` names what isn't there, or isn't a linear layer.
     """
+    if importlib.util.find_spec("peft") is None:
+        raise UserError("adapter: needs peft, which is not installed: pip install 'umad[peft]'")
     from peft import LoraConfig, inject_adapter_in_model
 
     if is_adapted(model):
