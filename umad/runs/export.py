@@ -139,7 +139,7 @@ def _umask() -> int:
 def _upload(source: Path, card: str, name: str, message: str, force: bool) -> str:
     """A repository, private until its owner says otherwise, with the folder and the card in one commit."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
     api = HfApi()
     with tempfile.TemporaryDirectory(prefix="umad-export-") as made:
@@ -157,7 +157,7 @@ def _upload(source: Path, card: str, name: str, message: str, force: bool) -> st
             raise UserError(f"--to: you are not logged in to the Hub ({_line(error)}); run hf auth login") from None
         except HfHubHTTPError as error:
             raise _refused(error, name) from error
-        except (HTTPError, OSError) as error:
+        except _no_network() as error:
             raise RunError(
                 f"the Hub cannot be reached ({_line(error)}); nothing was uploaded. Export to a folder with --to DIR, and "
                 "upload that where there is a network"
@@ -181,6 +181,13 @@ def _refused(error: Any, name: str) -> Exception:
     if status == 409:
         return UserError(f"--to: {name!r} is there already; choose another name, or add a commit to it with --force")
     return RunError(f"the Hub refused {name!r}: {_line(error)}")
+
+
+def _no_network() -> tuple[type[Exception], ...]:
+    """What the client raises where nobody answers: its HTTP library (there have been two) has errors of its own."""
+    from huggingface_hub import errors
+
+    return (errors.HTTPError, OSError)  # type: ignore[attr-defined]
 
 
 def _line(error: BaseException) -> str:
@@ -276,11 +283,10 @@ def _front_matter(card: Path) -> dict[str, str]:
 
 def _hub_licence(name: str, revision: str | None) -> str:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HTTPError
 
     try:
         found = HfApi().model_info(name, revision=revision, timeout=10).card_data
-    except (HTTPError, OSError, ValueError):
+    except _no_network():
         return UNKNOWN
     licence = found.get("license") if found is not None else None
     return licence if isinstance(licence, str) else UNKNOWN
