@@ -13,9 +13,10 @@ from learning.learning_helpers import golden, make_debate, make_sample
 
 from umad.config import AdvantageConfig, RewardConfig, WeightConfig
 from umad.learning import advantages as advantages_module
-from umad.learning.advantages import advantage_metrics, group_advantages, group_weights, sample_nll, zscores
+from umad.learning.advantages import advantage_metrics, group_advantages
 from umad.learning.rewards import reward_debate
 from umad.learning.samples import samples_of
+from umad.learning.weights import group_weights, sample_nll, zscores
 from umad.records import Sample
 
 

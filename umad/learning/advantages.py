@@ -12,11 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from umad.config import AdvantageConfig, WeightConfig
+import numpy as np
+
+from umad.config import AdvantageConfig
+from umad.learning.weights import finite, group_weights, penalised, scores_of, token_certainty, weight_measure
 from umad.records import Sample
 
 ADVANTAGE_EPS = 1e-6
-WEIGHT_EPS = 1e-8
 SAME = 1e-6
 """Rewards that differ by no more than this are equal: rounding noise must not be blown up to full-size advantages."""
 
@@ -26,7 +28,7 @@ def group_advantages(rewards: Sequence[float], normalize: Literal["std", "none"]
 
     Rewards that are equal to within 1e-6, and a group of one: exactly 0.
     """
-    _finite(rewards, "rewards")
+    finite(rewards, "rewards")
     if len(rewards) < 2 or max(rewards) - min(rewards) <= SAME:
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
@@ -37,41 +39,11 @@ def group_advantages(rewards: Sequence[float], normalize: Literal["std", "none"]
     return [c / (std + ADVANTAGE_EPS) for c in centred]
 
 
-def zscores(values: Sequence[float]) -> list[float]:
-    """(v - mean) / (std + 1e-8) with population std; |z| <= sqrt(n - 1). A constant or single value: exactly 0."""
-    _finite(values, "negative log-likelihoods")
-    if len(values) < 2 or max(values) == min(values):
-        return [0.0] * len(values)
-    mean = math.fsum(values) / len(values)
-    centred = [v - mean for v in values]
-    # population std: the group is all there is, not a sample of it (arXiv 2603.01221, Eq. 4)
-    std = math.sqrt(math.fsum(c * c for c in centred) / len(values))
-    return [c / (std + WEIGHT_EPS) for c in centred]
-
-
-def group_weights(nll: Sequence[float], advantages: Sequence[float], config: WeightConfig) -> tuple[list[float], int]:
-    """Eq. 4 of arXiv 2603.01221 for one group: (weights, how many were clamped to [1/clip, clip]).
-
-    `nll` are the members' mean negative log-likelihoods U in nats per token. `nll`: W = exp(-alpha z(U)), whatever the
-    advantage's sign. `signed_nll` (an earlier public variant): W = exp(sign(A) alpha z(-U)). `none`: 1.
-    """
-    if config.mode == "none":
-        return [1.0] * len(advantages), 0
-    scores = zscores(nll)
-    if config.mode == "nll":
-        exponents = [-config.alpha * z for z in scores]
-    else:
-        exponents = [-_sign(a) * config.alpha * z for a, z in zip(advantages, scores, strict=True)]
-    limit = math.log(config.clip)
-    clamped = [max(-limit, min(limit, e)) for e in exponents]
-    return [math.exp(e) for e in clamped], sum(c != e for c, e in zip(clamped, exponents, strict=True))
-
-
 def assign_advantages(
     samples: Sequence[Sample], config: AdvantageConfig, mask_truncated: bool = False, drop_no_signal: bool = False
 ) -> tuple[list[Sample], Tallies]:
     """The samples of one agent with advantage (A' = A W, not re-centred), weight and `in_loss`, and what `advantage_metrics`
-    makes metrics per turn of.
+    makes metrics per turn of. Under `ucas` they have `token_advantages`, and `advantage` is those' mean.
 
     A group is `Sample.group`. What is left out, and of what:
 
@@ -90,15 +62,19 @@ def assign_advantages(
         graded = [i for i in members if samples[i].reward is not None]
         rewards = [r for i in graded if (r := samples[i].reward) is not None]
         plain = group_advantages(rewards, config.normalize)
-        weights, cut = group_weights([sample_nll(samples[i]) for i in graded], plain, config.weight)
+        measures = [weight_measure(samples[i], config.weight.mode) for i in graded]
+        weights, cut = group_weights(measures, plain, config.weight)
+        whole = [advantage * weight for advantage, weight in zip(plain, weights, strict=True)]
+        shaped = _shaped([samples[i] for i in graded], whole, config)
         tally = turns[turn]
         for i in members:
-            result[i] = replace(samples[i], advantage=0.0, weight=1.0, in_loss=False)
-        for i, advantage, weight in zip(graded, plain, weights, strict=True):
+            result[i] = replace(samples[i], advantage=0.0, weight=1.0, in_loss=False, token_advantages=None)
+        for i, advantage, weight, tokens in zip(graded, whole, weights, shaped, strict=True):
+            mean = advantage if tokens is None else float(np.mean(tokens, dtype=np.float64))
             masked = mask_truncated and samples[i].truncated
             keep = not masked and not (drop_no_signal and not any(plain))
             tally.counts["masked"] += masked
-            result[i] = replace(samples[i], advantage=advantage * weight, weight=weight, in_loss=keep)
+            result[i] = replace(samples[i], advantage=mean, weight=weight, in_loss=keep, token_advantages=tokens)
         tally.rewards += rewards
         tally.weights += weights
         tally.advantages += [result[i].advantage for i in graded]
@@ -110,6 +86,16 @@ def assign_advantages(
     return result, dict(turns)
 
 
+def _shaped(
+    samples: Sequence[Sample], advantages: Sequence[float], config: AdvantageConfig
+) -> Sequence[np.ndarray | None]:
+    """A group's advantages per token, where the weight mode tells tokens apart."""
+    if config.weight.mode != "ucas":
+        return [None] * len(samples)
+    certainty = token_certainty([scores_of(sample, "ucas").logit for sample in samples])
+    return [penalised(advantage, row) for advantage, row in zip(advantages, certainty, strict=True)]
+
+
 def advantage_metrics(parts: Iterable[Tallies]) -> dict[str, float]:
     """Metrics `name/turn_T` of what `assign_advantages` gave on each rank: those that one process would give."""
     turns: dict[int, _Tally] = defaultdict(_Tally)
@@ -117,13 +103,6 @@ def advantage_metrics(parts: Iterable[Tallies]) -> dict[str, float]:
         for turn, tally in part.items():
             turns[turn].add(tally)
     return {f"{name}/turn_{turn}": value for turn in sorted(turns) for name, value in turns[turn].metrics().items()}
-
-
-def sample_nll(sample: Sample) -> float:
-    """U of Eq. 4 in nats per token: the sample's own where it carries one (say, the trainer's), else the sampler's."""
-    if sample.nll is not None:
-        return sample.nll
-    return -math.fsum(sample.logprobs.tolist()) / len(sample.logprobs)
 
 
 @dataclass
@@ -158,13 +137,3 @@ class _Tally:
 
 Tallies = dict[int, _Tally]
 """By turn."""
-
-
-def _sign(value: float) -> float:
-    return float((value > 0) - (value < 0))
-
-
-def _finite(values: Sequence[float], what: str) -> None:
-    for value in values:
-        if not math.isfinite(value):
-            raise ValueError(f"{what} must be finite, not {value}")

@@ -73,7 +73,7 @@ def policy_loss(
     """Clipped policy gradient per token [n] (PPO, arXiv 1707.06347), with dual clipping (arXiv 1912.09729).
 
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(logprobs - old); for A < 0 never above -dual_clip A.
-    logprobs [n] carry the gradient; old [n] and advantages [n] (one value per sequence, repeated) don't.
+    logprobs [n] carry the gradient; old [n] and advantages [n] don't.
     """
     return _clipped(_exp(logprobs - old), advantages, clip_low, clip_high, dual_clip)
 
@@ -89,7 +89,10 @@ def cispo_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, clip_low: floa
 
 
 def sequence_log_ratio(log_ratio: Tensor, sequence: Tensor, lengths: Tensor) -> Tensor:
-    """GSPO's (arXiv 2507.18071, Eq. 7): the mean of a sequence's log-ratios [n], at each of its tokens [n]."""
+    """GSPO's (arXiv 2507.18071, Eq. 7): the mean of a sequence's log-ratios [n], at each of its tokens [n].
+
+    A sequence must be there whole: its sum is divided by its length in `lengths`.
+    """
     sums = torch.zeros(len(lengths), dtype=log_ratio.dtype, device=log_ratio.device).index_add(0, sequence, log_ratio)
     return (sums / lengths)[sequence]
 
@@ -140,6 +143,10 @@ def total_loss(
     ratios 1. advantages [n]: what each token is multiplied with. sampler [n]: the log-probabilities that were sampled from;
     with `correction`, importance weights between them and `old` multiply the policy's term. lengths: of all rows that
     `sequence` counts. Losses and sums of parts add up, cut anywhere where `is_token_level`, else between sequences.
+
+    `gspo` has one ratio for a sequence, and the clips, the dual one too, act on it. It is GSPO-token (Eq. 13 of its paper),
+    which is GSPO where a sequence's advantages are one value: each token's gradient is weighed by its own advantage.
+    `cispo` clips its weights only; `dual_clip` has no effect on it. Importance weights come on top of a type's own clips.
     """
     before = logprobs.detach() if old is None else old
     weights = token_weights(config.type, sequence, lengths, logprobs.dtype)
@@ -148,7 +155,7 @@ def total_loss(
         policy = cispo_loss(logprobs, before, advantages, config.clip_low, config.clip_high)
     else:
         if config.type == "gspo":
-            log_ratio = sequence_log_ratio(log_ratio, sequence, lengths)
+            log_ratio = sequence_log_ratio(log_ratio.detach(), sequence, lengths) + logprobs - logprobs.detach()
         policy = _clipped(_exp(log_ratio), advantages, config.clip_low, config.clip_high, config.dual_clip)
     importance = None
     if correction != "none":
