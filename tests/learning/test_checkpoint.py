@@ -383,3 +383,16 @@ def test_a_sentinel_of_another_shape_marks_an_incomplete_checkpoint(content, tmp
     assert missing_parts(folder)
     assert checkpoint_folders(tmp_path) == [folder]
     assert latest_checkpoint(tmp_path) is None
+
+
+def test_a_setting_that_came_after_the_checkpoint_counts_as_its_default():
+    from umad.config import Recipe
+    from umad.learning.checkpoint import recipe_differences
+
+    agents = ({"name": "a", "model": "m"},)
+    now = Recipe.model_validate({"name": "x", "agents": agents, "loss": {"type": "grpo"}}).model_dump(mode="json")
+    saved = {key: value for key, value in now.items() if key != "debate"}
+    saved["loss"] = {key: value for key, value in now["loss"].items() if key != "entropy"}
+    assert recipe_differences(saved, now) == []
+    saved["loss"]["clip_low"] = 0.1
+    assert recipe_differences(saved, now) == ["loss.clip_low: 0.1 -> 0.2"]

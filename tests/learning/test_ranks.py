@@ -156,3 +156,38 @@ def test_a_loss_that_is_not_a_number_on_one_rank_skips_the_update_on_all(alone, 
     assert [row["b/updated"] for row in after["rows"]] == [1, 0, 1]
     assert all(bool(torch.isfinite(t).all()) for t in weights.values())
     assert distance(alone["poison"][0], weights) < TOLERANCE
+
+
+def test_bfloat16_and_no_clipping_reach_deepspeed_as_meant(recorded, tmp_path):
+    pytest.importorskip("deepspeed")
+    training = {"max_grad_norm": 0, "learning_rate": 5e-3, "precision": "bfloat16"}
+    kl = {"kl": {"coef": 0.01}}
+    task = Task(out=str(tmp_path), training=training, loss=kl, updates=2, save=True, **recorded).write()
+    done = launch("zero2", [str(RANKS), str(task)], processes=1)
+    assert done.returncode == 0, done.stderr[-4000:]
+    weights, found = result(tmp_path)
+    assert found["clips"] == [[0.0, 0.0]] * 2
+    assert {str(tensor.dtype) for tensor in weights.values()} == {"torch.bfloat16"}
+    assert found["buffers"] == ["torch.float32"]  # rotary frequencies are never rounded
+    # at the start the policy is the reference, bit for bit
+    assert found["rows"][0]["a/kl"] == 0
+    assert found["rows"][1]["a/kl"] > 0
+    assert found["rows"][1]["a/updated"] == 1
+
+
+def test_deepspeeds_configuration_is_the_recipes(monkeypatch):
+    from umad.config import TrainingConfig
+    from umad.learning.parallel import deepspeed_settings
+
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    for limit, precision in ((0.0, "float32"), (0.7, "bfloat16")):
+        training = TrainingConfig.model_validate({"steps": 1, "max_grad_norm": limit, "precision": precision})
+        settings = deepspeed_settings(training)
+        assert settings["gradient_clipping"] == limit
+        assert settings["gradient_accumulation_steps"] == 1
+        assert settings["bf16"]["enabled"] == (precision == "bfloat16")
+        assert settings["zero_optimization"]["stage"] == 3
+        assert "offload_optimizer" not in settings["zero_optimization"]
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu")
+    assert deepspeed_settings(training)["zero_optimization"]["offload_optimizer"]["device"] == "cpu"

@@ -195,7 +195,9 @@ def test_dropped_groups_leave_the_normaliser(root, tmp_path):
     dropped = train(root, tmp_path / "dropped", *settings, "training.no_signal=drop")
     assert kept[0]["agent/ada/no_signal/turn_0"] == pytest.approx(2 / 3)
     assert dropped[0]["agent/ada/in_loss"] == kept[0]["agent/ada/in_loss"] / 3
-    assert dropped[0]["agent/ada/loss"] == pytest.approx(3 * kept[0]["agent/ada/loss"])
+    assert dropped[0]["agent/ada/loss"] == pytest.approx(
+        kept[0]["agent/ada/loss"] * kept[0]["agent/ada/loss_tokens"] / dropped[0]["agent/ada/loss_tokens"]
+    )
     assert dropped[0]["agent/ada/no_signal/turn_0"] == kept[0]["agent/ada/no_signal/turn_0"]
 
 

@@ -204,13 +204,25 @@ def _part_name(name: str, policy: Policy, world: World) -> str:
 
 def recipe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Each setting that differs, as `key: saved -> now`, but for those in `MAY_CHANGE`."""
-    before, now = dict(_flat(saved)), dict(_flat(current))
+    before, now = dict(_flat(_with_defaults(saved))), dict(_flat(current))
     changed = [key for key in (before | now) if before.get(key, _ABSENT) != now.get(key, _ABSENT)]
     return [
         f"{key}: {before.get(key, _ABSENT)!r} -> {now.get(key, _ABSENT)!r}"
         for key in changed
         if not any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
     ]
+
+
+def _with_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A recipe that an earlier version saved, with the defaults of settings that have come since."""
+    from pydantic import ValidationError
+
+    from umad.config import Recipe
+
+    try:
+        return Recipe.model_validate(saved).model_dump(mode="json")
+    except ValidationError:
+        return saved
 
 
 def remove_leftovers(run: Path) -> list[Path]:

@@ -198,7 +198,11 @@ class DeepSpeedParallel:
         self.offloads = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
         self.accelerator = _deepspeed_accelerator(settings)
         optimizer = torch.optim.AdamW(parameter_groups(model, training.weight_decay), lr=rate, betas=training.betas)
+        exact = {name: buffer.clone() for name, buffer in model.named_buffers()}
         engine, wrapped = self.accelerator.prepare(model, optimizer)
+        for name, buffer in engine.module.named_buffers():
+            # DeepSpeed's bfloat16 takes the rotary frequencies along, whose rounding turns far positions by whole radians
+            buffer.data = exact[name].to(buffer.device)
         self.engine: Any = engine
         self.optimizer: Any = wrapped.optimizer
         self.model: nn.Module = engine

@@ -116,7 +116,8 @@ class Policy:
         if self.autocast:
             halve_linear(reference)
         elif self.training.precision == "bfloat16":
-            reference.to(torch.bfloat16)
+            for parameter in reference.parameters():  # no buffers: rotary frequencies stay as they are
+                parameter.data = parameter.data.to(torch.bfloat16)
         return reference.to(self.parallel.device)
 
     # --- scoring ----------------------------------------------------------------------------------------------------
@@ -348,7 +349,9 @@ class Policy:
         module = self.parallel.module
         pairs = merged_weights(module, self.parallel.whole) if self.adapted else self.weights()
         # of tied tensors one is enough: as copies they would no longer be seen to be one, and both be written
-        tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(dict(module.named_parameters()))
+        tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(
+            dict(module.named_parameters())
+        )
         whole = None
         if self.adapted or self.parallel.kind == "zero3":
             kept = ((name, tensor) for name, tensor in pairs if self.world.main and name not in tied)
