@@ -142,7 +142,7 @@ def test_a_folder_that_is_taken_is_left_alone_unless_forced(run: Path, tmp_path:
     to.mkdir()
     export(run, "a", str(to))  # empty is free
     (to / "mine.txt").write_text("mine")
-    with pytest.raises(UserError, match="is not empty.*--force"):
+    with pytest.raises(UserError, match=r"is not empty.*--force"):
         export(run, "a", str(to))
     assert (to / "mine.txt").exists()
     export(run, "a", str(to), force=True)

@@ -369,6 +369,12 @@ def test_without_trl_the_message_says_what_to_install(root: Path, monkeypatch: p
         sft.check(recipe_of(root, data={"path": str(root / "solved.jsonl")}))
 
 
+def test_deepspeed_is_refused_with_a_way_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match=r"does not run under DeepSpeed.*ddp\.yaml"):
+        sft.check(recipe_of(root, data={"path": str(root / "solved.jsonl")}))
+
+
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
