@@ -185,7 +185,7 @@ def by_loops(config: LossConfig, data: dict[str, torch.Tensor], max_tokens: int)
             ratio = torch.exp(sum(lp - old) / length)
             pair = [-ratio * adv[0], -min(max(float(ratio.detach()), low), high) * adv[0]]
             rows.append([pair[0] if pair[0] >= pair[1] else torch.as_tensor(pair[1])])
-            if adv[0] < 0 and float(rows[-1][0]) > -3 * float(adv[0]):
+            if adv[0] < 0 and float(rows[-1][0].detach()) > -3 * float(adv[0]):
                 rows[-1] = [torch.as_tensor(-3 * adv[0])]
             continue
         tokens = []
@@ -279,6 +279,72 @@ def test_without_old_log_probabilities_every_ratio_is_1_and_the_gradient_is_the_
     assert output.maxima["ratio_max"] == 1.0
 
 
+@pytest.mark.parametrize("old", ["given", "current"])
+def test_gspo_weighs_each_tokens_gradient_by_its_own_advantage(old):
+    # GSPO-token: d/dlogp_t = -s_i A_t / (length_i n), s_i = exp(mean log-ratio), where no clip acts
+    data = ragged(4, [3, 2], spread=0.02)
+    advantages = t(1.0, -2.0, 0.5, -1.0, 3.0)
+    leaf = data["logprobs"].clone().requires_grad_()
+    changes = {"old": None} if old == "current" else {}
+    run(LossConfig(type="gspo"), data, logprobs=leaf, advantages=advantages, **changes).loss.backward()
+    for i, length in enumerate([3, 2]):
+        where = data["sequence"] == i
+        gap = (data["logprobs"] - data["old"])[where].sum() / length if old == "given" else t(0.0)
+        assert torch.allclose(leaf.grad[where], -gap.exp() * advantages[where] / (length * 2), atol=1e-14)
+
+
+def test_gspo_clips_whole_sequences_where_a_token_alone_would_have_been():
+    config = LossConfig(type="gspo", clip_low=0.1, clip_high=0.1)
+    # log-ratios 0.5 and -0.5 have mean 0: no clip; 0.5 and 0.1 have mean 0.3: clipped
+    leaf = t(0.5, -0.5, 0.5, 0.1).requires_grad_()
+    counts = torch.tensor([2, 2])
+    output = total_loss(
+        config, leaf, torch.zeros(4).double(), torch.ones(4).double(), t(0, 0, 1, 1).long(), counts, 2.0
+    )
+    output.loss.backward()
+    assert leaf.grad.tolist() == pytest.approx([-0.25, -0.25, 0.0, 0.0])
+    assert output.sums["clipped_high"] == 2
+    # the metric of the ratios is the tokens' own, unclipped
+    assert output.sums["ratio"] == pytest.approx(2 * math.exp(0.5) + math.exp(-0.5) + math.exp(0.1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_gives_the_loss_and_gradient_of_float64(kind):
+    config = LossConfig.model_validate({"type": kind, "kl": {"coef": 0.1}, "entropy": {"coef": 0.1}})
+    data = ragged(5, [40, 7, 25])
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in data.items()}
+        leaf = cast["logprobs"].requires_grad_()
+        output = run(config, cast, correction="truncate")
+        output.loss.backward()
+        found.append((output, leaf.grad.double()))
+    (narrow, g32), (wide, g64) = found
+    assert narrow.loss.dtype == torch.float32
+    assert narrow.loss.item() == pytest.approx(wide.loss.item(), abs=1e-5)
+    assert float((g32 - g64).norm() / g64.norm()) < 1e-5
+    assert narrow.sums.keys() == wide.sums.keys()
+    for name, value in wide.sums.items():
+        assert narrow.sums[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.lists(st.integers(1, 30), max_size=8), st.integers(0, 8))
+def test_normalisers_of_parts_add_up(kind, lengths, cut):
+    config = LossConfig(type=kind)
+    parts = loss_normaliser(config, lengths[:cut], 64) + loss_normaliser(config, lengths[cut:], 64)
+    assert parts == loss_normaliser(config, lengths, 64)
+
+
+def test_only_gspo_and_corrections_of_whole_sequences_need_whole_sequences():
+    by_sequence = CorrectionConfig(level="sequence")
+    for kind in KINDS:
+        assert is_token_level(LossConfig(type=kind), "truncate") == (kind != "gspo")
+        # where nothing is corrected, its level does not matter
+        assert is_token_level(LossConfig(type=kind, correction=by_sequence), "none") == (kind != "gspo")
+        assert not is_token_level(LossConfig(type=kind, correction=by_sequence), "mask")
+
+
 # --- correction between sampler and trainer ---------------------------------------------------------------------------
 
 
@@ -296,6 +362,41 @@ def test_importance_weights_by_hand():
     # the response's own: 1.5 * 3 for both tokens of the first
     assert weights_of(logs, "truncate", level="sequence", cap=10.0) == pytest.approx([4.5, 4.5, 0.4])
     assert weights_of(logs, "mask", level="sequence") == pytest.approx([0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_weights_have_no_gradient_and_stay_finite(mode, level):
+    config = CorrectionConfig(level=level, cap=100.0)
+    sequence, lengths = torch.tensor([0, 0, 1]), torch.tensor([2, 1])
+    leaf = torch.tensor([400.0, 1.0, -400.0], requires_grad=True)
+    weights = importance_weights(leaf, mode, config, sequence, lengths)
+    assert not weights.requires_grad
+    assert torch.isfinite(weights).all()
+    assert (weights >= 0).all()
+    assert (weights <= 100).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masked_sequences_leave_the_policys_term_and_stay_in_the_normaliser(kind):
+    config = LossConfig.model_validate({"type": kind, "correction": {"level": "sequence", "cap": 1.5}})
+    data = ragged(6, [3, 4])
+    data["sampler"] = data["old"] - torch.where(data["sequence"] == 0, 1.0, 0.0)  # e^3 and 1
+    leaf = data["logprobs"].clone().requires_grad_()
+    output = run(config, data, logprobs=leaf, correction="mask")
+    output.loss.backward()
+    assert (leaf.grad[:3] == 0).all()
+    assert output.sums["correction_cut"] == 3
+    kept = {k: v[data["sequence"] == 1] for k, v in data.items() if k != "lengths"}
+    kept |= {"sequence": torch.zeros(4).long(), "lengths": torch.tensor([4])}
+    normaliser = loss_normaliser(config, [3, 4], 50)
+    assert float(output.loss) == pytest.approx(float(total_loss(config, normaliser=normaliser, **kept).loss), abs=1e-12)
+
+
+def test_a_correction_without_the_samplers_log_probabilities_is_refused():
+    data = ragged(0, [2])
+    with pytest.raises(ValueError, match="sampler"):
+        run(LossConfig(), data, sampler=None, correction="truncate")
 
 
 def test_auto_corrects_where_the_sampler_is_not_exact():

@@ -155,7 +155,8 @@ def total_loss(
         policy = cispo_loss(logprobs, before, advantages, config.clip_low, config.clip_high)
     else:
         if config.type == "gspo":
-            log_ratio = sequence_log_ratio(log_ratio.detach(), sequence, lengths) + logprobs - logprobs.detach()
+            own = logprobs - logprobs.detach()  # exactly 0, and what carries the gradient
+            log_ratio = sequence_log_ratio(log_ratio.detach(), sequence, lengths) + own
         policy = _clipped(_exp(log_ratio), advantages, config.clip_low, config.clip_high, config.dual_clip)
     importance = None
     if correction != "none":
