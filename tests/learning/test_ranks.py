@@ -15,7 +15,7 @@ from learning.ranks import Task, main
 
 RANKS = Path(__file__).with_name("ranks.py")
 TOLERANCE = 1e-5
-LAUNCHES = ("ddp", "zero1", "zero2", "zero3")
+LAUNCHES = ("ddp", pytest.param("zero1", marks=pytest.mark.nightly), "zero2", "zero3")
 
 
 @pytest.fixture(scope="module")

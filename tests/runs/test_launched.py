@@ -149,6 +149,7 @@ def test_what_does_not_divide_is_told_with_what_would(root, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+NIGHTLY = (("ddp", "memory"), ("zero2", "killed"))
 FAULTY = """
 import os, signal, sys
 from umad.learning.policy import Policy
@@ -165,9 +166,12 @@ main(sys.argv[1:-1])
 """
 
 
-@pytest.mark.parametrize("fault", ["killed", "memory"])
-@pytest.mark.parametrize("config", ["ddp", "zero2"])
-def test_where_one_process_ends_the_others_end_soon_with_a_message(fault, config, root, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [("ddp", "killed"), ("zero2", "memory"), *(pytest.param(*x, marks=pytest.mark.nightly) for x in NIGHTLY)],
+)
+def test_where_one_process_ends_the_others_end_soon_with_a_message(config, fault, root, tmp_path):
     if config != "ddp":
         pytest.importorskip("deepspeed")
     (tmp_path / "faulty_umad.py").write_text(FAULTY)
