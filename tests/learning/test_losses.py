@@ -390,7 +390,8 @@ def test_masked_sequences_leave_the_policys_term_and_stay_in_the_normaliser(kind
     kept = {k: v[data["sequence"] == 1] for k, v in data.items() if k != "lengths"}
     kept |= {"sequence": torch.zeros(4).long(), "lengths": torch.tensor([4])}
     normaliser = loss_normaliser(config, [3, 4], 50)
-    assert float(output.loss) == pytest.approx(float(total_loss(config, normaliser=normaliser, **kept).loss), abs=1e-12)
+    expected = total_loss(config, normaliser=normaliser, **kept).loss.item()
+    assert output.loss.item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_correction_without_the_samplers_log_probabilities_is_refused():

@@ -121,6 +121,18 @@ def test_several_updates_share_a_batch_and_the_old_log_probabilities(root, plain
     assert not torch.equal(weights(run, 1, "ada"), weights(plain, 1, "ada"))
 
 
+@pytest.mark.parametrize("mode", ["ucas", "edge"])
+def test_weights_are_made_from_full_distributions(root, plain, tmp_path, mode):
+    run = tmp_path / "run"
+    rows = train(root, run, f"advantage.weight.mode={mode}")
+    before = rows_of(plain)
+    # the same first rollouts and rewards, other weights and so other gradients
+    assert rows[0]["agent/ada/reward/turn_0"] == before[0]["agent/ada/reward/turn_0"]
+    assert rows[0]["agent/ada/weight_std/turn_0"] > 0
+    assert rows[0]["agent/ada/weight_std/turn_0"] != before[0]["agent/ada/weight_std/turn_0"]
+    assert not torch.equal(weights(run, 1, "ada"), weights(plain, 1, "ada"))
+
+
 def test_a_narrow_sampler_is_corrected_and_says_how_far_it_is(root, plain, tmp_path):
     rows = train(root, tmp_path / "run", "engine.dtype=bfloat16")
     assert rows[0]["agent/ada/correction_weight"] == pytest.approx(1.0, abs=0.05)

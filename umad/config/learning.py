@@ -67,6 +67,7 @@ class WeightConfig(Section):
     mode: Literal["nll", "none", "signed_nll", "ucas", "edge"] = "nll"
     """`ucas` and `edge` look at the full distributions, which only the trainer's own forward pass gives."""
     alpha: float = Field(0.25, ge=0)
+    """How much weights differ; 0: not at all. `edge` has no such strength."""
     logprobs: Literal["auto", "sampler", "trainer"] = "auto"
     """Whose log-probabilities U is taken from; `auto`: the sampler's where they are exact (float32), else the trainer's."""
     clip: float = Field(100.0, gt=1)
