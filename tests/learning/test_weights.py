@@ -155,6 +155,18 @@ def test_the_harmonic_mean_of_edges_weights_is_1_and_the_unit_of_entropy_does_no
     assert group_weights([h * unit for h in entropy], [1.0] * len(entropy), wide)[0] == pytest.approx(found)
 
 
+@given(st.floats(0.001, 50), st.integers(1, 9), st.sampled_from(["ucas", "edge"]))
+def test_members_that_are_all_alike_weigh_exactly_1(value, members, mode):
+    found, clamped = group_weights([value] * members, [1.0] * members, WeightConfig(mode=mode))
+    assert (found, clamped) == ([1.0] * members, 0)
+
+
+def test_equal_entropies_whose_mean_is_rounded_weigh_exactly_1():
+    value = 0.7667572179255246
+    assert math.fsum([value] * 3) / 3 != value
+    assert edge_exponents([value] * 3) == [0.0] * 3
+
+
 def test_an_entropy_of_0_is_clamped_and_counted():
     assert group_weights([0.0, 2.0], [1.0, 1.0], WeightConfig(mode="edge", clip=8))[0] == pytest.approx([8, 0.5])
     samples = [scored(1, [0.0], entropy=0.0), scored(0, [0.0], entropy=2.0)]

@@ -80,7 +80,8 @@ def edge_exponents(entropy: Sequence[float]) -> list[float]:
     """
     finite(entropy, "entropies")
     mean = math.fsum(entropy) / len(entropy) if entropy else 0.0
-    if mean <= 0:
+    # equal ones must weigh exactly 1, and the rounded mean of equal values is not always the value
+    if mean <= 0 or max(entropy) == min(entropy):
         return [0.0] * len(entropy)
     # float32 sums may leave an entropy of 0 a little below it
     return [math.log(mean / h) if h > 0 else math.inf for h in entropy]
