@@ -268,6 +268,11 @@ def _fail(message: str, code: int) -> None:
     rank = os.environ.get("RANK")
     who = "umad" if rank is None or os.environ.get("WORLD_SIZE") == "1" else f"umad (process {rank})"
     print(f"{who}: {printable(message)}", file=sys.stderr)
+    if who != "umad":
+        # not in the ordinary way: that could wait for processes that wait for this one
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

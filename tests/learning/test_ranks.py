@@ -98,17 +98,26 @@ TASKS: dict[str, dict[str, Any]] = {
     "deaf": {"shares": [0.7, 0.3], "deaf": 1},
     "poison": {"poison": 1},
     "saved": {"save": True, "shares": [0.2, 0.8]},
+    "offloaded": {"training": {"offload_idle": True}, "shares": [0.6, 0.4], "old": True},
+    "wide": {"dtype": "float64", "shares": [0.6, 0.4]},
 }
+ONLY = {"offloaded": ("ddp", "zero1", "zero2"), "wide": ("ddp",)}
+"""DeepSpeed has no float64, and can't move its states under ZeRO-3."""
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    return {**TASKS[name], "training": TRAINING | TASKS[name].get("training", {})}
 
 
 @pytest.fixture(scope="module")
 def alone(recorded: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one process makes of every task."""
     found = {}
-    for name, settings in TASKS.items():
+    for name in TASKS:
+        settings = settings_of(name)
         out = tmp_path_factory.mktemp(f"alone_{name}")
         ours = {key: value for key, value in settings.items() if key not in ("deaf", "shares")}
-        main(Task(out=str(out), training=TRAINING, **recorded, **ours))
+        main(Task(out=str(out), **recorded, **ours))
         found[name] = result(out)
     return found
 
@@ -119,22 +128,29 @@ def together(request: Any, recorded: dict[str, Any], tmp_path_factory: pytest.Te
     if request.param != "ddp":
         pytest.importorskip("deepspeed")
     root = tmp_path_factory.mktemp(request.param)
-    tasks = [
-        Task(out=str(root / name), training=TRAINING, **recorded, **settings).write()
-        for name, settings in TASKS.items()
-    ]
+    names = [name for name in TASKS if request.param in ONLY.get(name, (request.param,))]
+    tasks = [Task(out=str(root / name), **recorded, **settings_of(name)).write() for name in names]
     done = launch(request.param, [str(RANKS), *map(str, tasks)])
     assert done.returncode == 0, done.stderr[-6000:]
-    return {"kind": request.param, **{name: result(root / name) for name in TASKS}}
+    return {"kind": request.param, **{name: result(root / name) for name in names}}
 
 
-@pytest.mark.parametrize("task", ["ragged", "old", "sequences", "nothing", "saved"])
+@pytest.mark.parametrize("task", ["ragged", "old", "sequences", "nothing", "saved", "offloaded", "wide"])
 def test_two_processes_learn_what_one_does(task, recorded, alone, together):
     expected, before = alone[task]
+    if task not in together:
+        assert together["kind"] not in ONLY[task]
+        return
     found, after = together[task]
     assert after["kinds"] == [together["kind"]]
     assert distance(expected, starting_weights(recorded)) > 1000 * TOLERANCE
-    assert distance(expected, found) < TOLERANCE
+    # in float64 gradients agree to 1e-10; AdamW divides the smallest of them by themselves, so parameters agree to less
+    assert distance(expected, found) < (1e-8 if task == "wide" else TOLERANCE)
+    if task == "wide":
+        for name in ("a", "b"):
+            norms = [[row[f"{name}/grad_norm"] for row in rows["rows"]] for rows in (before, after)]
+            assert norms[1][0] == pytest.approx(norms[0][0], rel=1e-10)
+            assert norms[1] == pytest.approx(norms[0], rel=1e-8)
     for a, b in zip(before["rows"], after["rows"], strict=True):
         assert a.keys() == b.keys()
         for name in a:

@@ -374,13 +374,13 @@ def test_each_part_is_logged_per_agent_and_turn_where_it_applies():
         for g in ([[True, False], [True, True]], [[False, None], [False, False]])
     ]
     loaded[0](debates[0], "ada", 0)
-    metrics = reward_metrics(debates, loaded)
+    metrics = reward_metrics(debates)
     assert metrics["agent/ada/reward_correct/turn_0"] == 0.5
     assert metrics["agent/bob/reward_correct/turn_0"] == 0.0
     assert metrics["agent/ada/reward_influence/turn_0"] == pytest.approx(0.2)  # the second debate's does not apply
     assert "agent/ada/reward_influence/turn_1" not in metrics
     assert metrics["agent/bob/unrewarded/turn_0"] == 1
-    assert metrics["reward/raises/faults"] == 1
+    assert loaded[0].faults.total() == 1
     assert set(AGENTS[:2]) == {name.split("/")[1] for name in metrics if name.startswith("agent/")}
 
 

@@ -59,7 +59,8 @@ def test_a_problem_has_signal_where_any_group_of_any_agent_and_turn_has():
     late = debates(1, [[[1.0, 0.0], [0.2, 0.0]], [[1.0, 0.0], [0.2, 1.0]]])
     ungraded = debates(2, [[[1.0, None]], [[None, 0.0]]])
     noise = debates(3, [[[1.0, 0.0]], [[1.0 + 1e-9, 0.0]]])
-    assert with_signal([*flat, *late, *ungraded, *noise]) == {1}
+    assert with_signal([*flat, *late, *ungraded, *noise], ["ada", "bob"]) == {1}
+    assert with_signal(late, ["ada"]) == set()  # only the other one's rewards differ
 
 
 def test_epochs_are_whole_steps():

@@ -295,9 +295,12 @@ def test_the_best_step_is_that_of_the_highest_accuracy(root, tmp_path):
         folder.mkdir(parents=True)
         summary = {"accuracy": {"ada": [0.9, accuracy], "bob": [0.1, accuracy]}}
         (folder / "summary.json").write_text(json.dumps(summary))
-    assert best_steps(tmp_path) == [0]
-    (tmp_path / "eval/step_000000/summary.json").unlink()
-    assert best_steps(tmp_path) == [6]
+    assert best_steps(tmp_path) == []  # none of them can be kept
+    for step in (2, 4, 6):
+        where = tmp_path / f"checkpoints/step_{step:06d}/_training"
+        where.mkdir(parents=True)
+        (where / "complete.json").write_text('{"files": {}}')
+    assert best_steps(tmp_path) == [6]  # the start was better, and has no checkpoint
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def alone(root: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("config", ["ddp", "zero3"])
+@pytest.mark.parametrize("config", ["ddp", "zero3", pytest.param("zero3_offload", marks=pytest.mark.nightly)])
 def test_a_launched_run_is_that_of_one_process(config, root, alone, tmp_path):
     if config != "ddp":
         pytest.importorskip("deepspeed")

@@ -111,6 +111,10 @@ class Recipe(Section):
                 f"{training.updates_per_batch} does not divide problems_per_step ({training.problems_per_step}); "
                 f"{nearest_multiples(training.problems_per_step, training.updates_per_batch)} would do",
             )
+        if training.attention.startswith("flash") and training.precision != "bfloat16":
+            raise KeyedError(
+                "training.attention", f"{training.attention} computes in bfloat16 only; set training.precision"
+            )
         mode, whose = self.advantage.weight.mode, self.advantage.weight.logprobs
         if mode in ("ucas", "edge") and whose == "sampler":
             raise KeyedError(

@@ -154,7 +154,6 @@ def load_checkpoint(
     incomplete or damaged, holds other agents, was saved by another number of ranks or under another way of sharing the
     training state, or comes from another recipe (each difference is named).
     """
-    import torch
 
     world = world or World()
     missing = missing_parts(folder)
@@ -182,15 +181,20 @@ def load_checkpoint(
         try:
             for name, policy in policies.items():
                 policy.load_model(folder / name)
-                policy.load_training_state(
-                    torch.load(folder / TRAINING / _part_name(name, policy, world), weights_only=True)
-                )
-            _set_random_states(torch.load(folder / TRAINING / f"{RANDOM}.rank_{world.rank}.pt", weights_only=True))
+                policy.load_training_state(_load(folder / TRAINING / _part_name(name, policy, world)))
+            _set_random_states(_load(folder / TRAINING / f"{RANDOM}.rank_{world.rank}.pt"))
         except Exception as error:
             raise UserError(f"{folder}: cannot be loaded ({error}); remove it to resume from the one before") from error
 
     world.agree(load)
     return {key: value for key, value in state.items() if key not in ("agents", *layout)}
+
+
+def _load(path: Path) -> Any:
+    """To the CPU: what was saved from the first GPU must not go there on every rank. Optimisers take it to their device."""
+    import torch
+
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _launch(layout: Mapping[str, Any]) -> str:
@@ -335,6 +339,7 @@ def _random_states() -> dict[str, Any]:
         "python": [version, list(words), gauss],
         "numpy": [[int(key) for key in keys], int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
@@ -347,6 +352,8 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
     keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 # --- small things -----------------------------------------------------------------------------------------------------

@@ -144,8 +144,8 @@ def total_loss(
     with `correction`, importance weights between them and `old` multiply the policy's term. lengths: of all rows that
     `sequence` counts. Losses and sums of parts add up, cut anywhere where `is_token_level`, else between sequences.
 
-    `gspo` has one ratio for a sequence, and the clips, the dual one too, act on it. It is GSPO-token (section 4.3 of its paper),
-    which is GSPO where a sequence's advantages are one value: each token's gradient is weighed by its own advantage.
+    `gspo` has one ratio for a sequence, and the clips, the dual one too, act on it. It is GSPO-token (section 4.3 of its
+    paper), which is GSPO where a sequence's advantages are one value: each token's gradient is weighed by its own advantage.
     `cispo` clips its weights only; `dual_clip` has no effect on it. Importance weights come on top of a type's own clips.
     """
     before = logprobs.detach() if old is None else old

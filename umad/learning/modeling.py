@@ -21,11 +21,11 @@ def widen(model: nn.Module) -> None:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
-def choose_attention(model: Any, wanted: str) -> None:
-    """Sets the attention that `training.attention` asks for; `auto`: FlashAttention 2 on a GPU where it is installed, which can
-    do without padding, else what the model was loaded with."""
+def choose_attention(model: Any, wanted: str, precision: str) -> None:
+    """Sets the attention that `training.attention` asks for; `auto`: FlashAttention 2 in bfloat16 on a GPU where it is
+    installed, which can do without padding, else what the model was loaded with."""
     if wanted == "auto":
-        if not torch.cuda.is_available() or importlib.util.find_spec("flash_attn") is None:
+        if precision != "bfloat16" or not torch.cuda.is_available() or importlib.util.find_spec("flash_attn") is None:
             return
         wanted = "flash_attention_2"
     try:

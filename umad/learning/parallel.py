@@ -195,6 +195,11 @@ class DeepSpeedParallel:
             raise UserError(
                 f"deepspeed_config.zero_stage: {self.stage} is not supported; use 1, 2 or 3, or launch without it"
             )
+        if self.stage == 1 and training.precision == "bfloat16":
+            raise UserError(
+                "training.precision: bfloat16 runs under ZeRO-2 and ZeRO-3, not under ZeRO-1, for which DeepSpeed has another "
+                "optimiser; set zero_stage: 2, which needs less memory for the same communication"
+            )
         self.offloads = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
         self.accelerator = _deepspeed_accelerator(settings)
         optimizer = torch.optim.AdamW(parameter_groups(model, training.weight_decay), lr=rate, betas=training.betas)
@@ -278,7 +283,11 @@ class DeepSpeedParallel:
 
     def offload(self) -> None:
         if not self.offloads:
-            self.engine.offload_states(pin_memory=self.device.type == "cuda")
+            from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+
+            # not the weights that passes compute with: scoring needs them too
+            kinds = [Kind.hp_params, Kind.optim_states]
+            self.engine.offload_states(include=kinds, pin_memory=self.device.type == "cuda")
 
     def reload(self) -> None:
         if not self.offloads:

@@ -90,11 +90,11 @@ class Policy:
         self.correction = correction_mode(loss.correction, exact)
         self.world = world or World()
         self.steps = 0
-        """`update` calls so far, those included that could not move the weights: the schedule follows the training step."""
+        """`update` calls so far, those included that could not move the weights."""
         self.failures = 0
         """Updates in a row, the last ones, that were not finite."""
         self.adapted = is_adapted(model)
-        choose_attention(model, training.attention)
+        choose_attention(model, training.attention, training.precision)
         self.packed = is_packable(model)
         widen(model)
         no_dropout(model)
@@ -169,11 +169,14 @@ class Policy:
 
     # --- learning ---------------------------------------------------------------------------------------------------
 
-    def update(self, samples: Sequence[Sample], old: Sequence[np.ndarray] | None = None) -> dict[str, float]:
+    def update(
+        self, samples: Sequence[Sample], old: Sequence[np.ndarray] | None = None, step: int | None = None
+    ) -> dict[str, float]:
         """One optimiser step on the samples, of all ranks, that are in the loss; returns metrics of all ranks.
 
         old: log-probabilities [C] of each sample's completion before this iteration's first update. None: the current
         ones, which they are when a batch is used once (every ratio is then 1).
+        step: the run's training step (1-based), which the learning rate follows; by default the number of this update.
 
         Samples with advantage 0 and no term beside the policy's have no gradient: they count in the normaliser and are not
         computed. When nothing has a gradient the optimiser is left alone (its momentum would still move the weights). A
@@ -197,7 +200,12 @@ class Policy:
             }
         )
         normaliser = counts.pop("normaliser")
-        metrics = {"lr": self._set_learning_rate(), **counts, "nonfinite": 0.0, "updated": 0.0}
+        metrics = {
+            "lr": self._set_learning_rate(self.steps if step is None else step - 1),
+            **counts,
+            "nonfinite": 0.0,
+            "updated": 0.0,
+        }
         self.steps += 1
         if counts["in_loss"] == counts["skipped"]:
             return metrics
@@ -301,8 +309,7 @@ class Policy:
         metrics |= loss_metrics(sums, self.world.most(tally.maxima))
         return metrics | {"computed_tokens": tokens, "padding": 1.0 - tokens / padded, "micro_batches": batches}
 
-    def _set_learning_rate(self) -> float:
-        step = self.steps // self.training.updates_per_batch
+    def _set_learning_rate(self, step: int) -> float:
         factor = learning_rate_factor(self.training.schedule, step, self.training.warmup_steps, self.total_steps)
         self.parallel.set_learning_rate(self.learning_rate * factor)
         return self.learning_rate * factor

@@ -298,7 +298,7 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
 # --- metrics --------------------------------------------------------------------------------------------------------
 
 
-def reward_metrics(debates: Iterable[Debate], functions: Sequence[RewardFunction] = ()) -> dict[str, float]:
+def reward_metrics(debates: Iterable[Debate]) -> dict[str, float]:
     """Flat metrics per agent and turn: each part's mean where it applies (`agent/NAME/reward_PART/turn_T`) and how many
     responses have no reward (`agent/NAME/unrewarded/turn_T`); per user's function, its faults so far."""
     parts: dict[str, list[float]] = defaultdict(list)
@@ -310,6 +310,4 @@ def reward_metrics(debates: Iterable[Debate], functions: Sequence[RewardFunction
                 parts[f"agent/{response.agent}/reward_{name}/turn_{response.turn}"].append(value)
     metrics: dict[str, float] = {name: math.fsum(values) / len(values) for name, values in parts.items()}
     metrics.update({name: float(count) for name, count in missing.items()})
-    for function in functions:
-        metrics[f"reward/{function.name}/faults"] = float(function.faults.total())
     return metrics

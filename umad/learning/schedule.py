@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from umad.config import Recipe, TrainingConfig
 from umad.learning.advantages import SAME
@@ -55,11 +55,11 @@ def active_agents(names: Sequence[str], training: TrainingConfig, step: int) -> 
     return [names[(step - 1) // every % len(names)]]
 
 
-def with_signal(debates: Iterable[Debate]) -> set[int]:
-    """The problem instances of which any group (agent, turn) has rewards that are not all equal."""
+def with_signal(debates: Iterable[Debate], agents: Collection[str]) -> set[int]:
+    """The problem instances of which any group (agent, turn), of `agents`, has rewards that are not all equal."""
     groups: dict[tuple[int, str, int], list[float]] = {}
     for debate in debates:
         for response in debate.responses():
-            if response.reward is not None:
+            if response.agent in agents and response.reward is not None:
                 groups.setdefault((debate.instance, response.agent, response.turn), []).append(response.reward)
     return {group[0] for group, rewards in groups.items() if max(rewards) - min(rewards) > SAME}

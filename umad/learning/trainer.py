@@ -100,9 +100,9 @@ class Trainer:
         self.timings, self.memory = {}, {}
         self.driver.timings.clear()
         start = time.perf_counter()
-        drawn = self.draw(step)
-        metrics = dict(drawn.metrics)
         active = active_agents(list(self.policies), self.training, step)
+        drawn = self.draw(step, active)
+        metrics = dict(drawn.metrics)
         batches = {name: self.samples(drawn, name) for name in active}  # all before any policy of this step is updated
         for name, batch in batches.items():
             metrics |= {f"agent/{name}/{key}": value for key, value in batch.metrics.items()}
@@ -110,7 +110,7 @@ class Trainer:
         with self._timed("update"):
             for name, batch in batches.items():
                 try:
-                    updated = self._update(self.policies[name], batch)
+                    updated = self._update(self.policies[name], batch, step)
                 except NonFiniteError as error:
                     error.debates = self._together(drawn.debates)
                     raise
@@ -120,21 +120,25 @@ class Trainer:
             self.push(step)
         samples = [sample for batch in batches.values() for sample in batch.samples]
         debates = self._together(write_back(drawn.debates, samples))
-        metrics |= dict(debate_metrics(debates)) | reward_metrics(debates, self.functions) if self.world.main else {}
+        faults = self.world.sum({f.name: float(f.faults.total()) for f in self.functions})
+        if self.world.main:
+            metrics |= dict(debate_metrics(debates)) | reward_metrics(debates)
+            metrics |= {f"reward/{name}/faults": total for name, total in faults.items()}
         return StepResult(step, debates, metrics | self._times(time.perf_counter() - start, debates))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: JSON values."""
-        return {"position": self.position, "faults": {f.name: dict(f.faults) for f in self.functions}}
+        """What a checkpoint keeps of it: JSON values, of all ranks."""
+        faults = {f.name: dict(sum(self.world.gather(f.faults), Counter())) for f in self.functions}
+        return {"position": self.position, "faults": faults}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.position = int(state["position"])
         for function in self.functions:
-            function.faults = Counter(state["faults"].get(function.name, {}))
+            function.faults = Counter(state["faults"].get(function.name, {}) if self.world.main else {})
 
     # --- debates ----------------------------------------------------------------------------------------------------
 
-    def draw(self, step: int) -> Drawn:
+    def draw(self, step: int, active: Sequence[str]) -> Drawn:
         """This rank's debates of the step, with rewards. Under `no_signal: refill` rounds go on until enough problems, over
         all ranks, have a group with signal; how many were needed is the same on all of them."""
         size, training = self.training.problems_per_step, self.training
@@ -149,7 +153,7 @@ class Trainer:
             if training.no_signal != "refill":
                 kept = list(range(size))
                 break
-            kept += sorted(i for part in self.world.gather(sorted(with_signal(found))) for i in part)
+            kept += sorted(i for part in self.world.gather(sorted(with_signal(found, active))) for i in part)
             offset += count
             if len(kept) >= size or rounds == training.refill_rounds:
                 break
@@ -217,7 +221,7 @@ class Trainer:
         metrics = advantage_metrics(self.world.gather(tallies)) | counts
         return Learnable(ready, [drawn.places.get(sample.group[0]) for sample in ready], metrics)
 
-    def _update(self, policy: Policy, batch: Learnable) -> dict[str, float]:
+    def _update(self, policy: Policy, batch: Learnable, step: int) -> dict[str, float]:
         """`updates_per_batch` updates, each on every so-manieth problem; metrics are the updates' means, counts their sums."""
         count = self.training.updates_per_batch
         rows = []
@@ -227,7 +231,8 @@ class Trainer:
                 for sample, place in zip(batch.samples, batch.places, strict=True)
                 if place is not None and place % count == part
             ]
-            rows.append(policy.update(chosen, None if count == 1 else [_old_logprobs(sample) for sample in chosen]))
+            old = None if count == 1 else [_old_logprobs(sample) for sample in chosen]
+            rows.append(policy.update(chosen, old, step))
         if policy.failures >= self.training.max_nonfinite:
             raise NonFiniteError(policy.name, policy.failures)
         return combined(rows)

@@ -21,7 +21,10 @@ from umad.records import RunError, UserError
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=12)
-"""How long a process waits for the others: a step of debates may take one of them much longer."""
+"""How long a process waits for the others' values: a step of debates may take one of them much longer."""
+COLLECTIVE = timedelta(minutes=30)
+"""How long a collective of the back end may take, which all ranks enter at about the same time. NCCL's watchdog ends a process
+whose peers are gone without a word after this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +98,7 @@ class World:
         return result
 
     def close(self) -> None:
-        """Leaves the group, at the end of a run."""
+        """Leaves the group, at the end of a run that all ranks reached: it may wait for the others."""
         if self.group is not None:
             import torch.distributed as dist
 
@@ -131,7 +134,7 @@ def start_world() -> World:
     import torch.distributed as dist
     from accelerate import PartialState
 
-    PartialState(cpu=on_cpu(), timeout=PATIENCE)
+    PartialState(cpu=on_cpu(), timeout=COLLECTIVE)
     if not dist.is_initialized():
         return World()
     size = dist.get_world_size()

@@ -46,8 +46,11 @@ def measure(
 
 
 def best_steps(run: Path) -> list[int]:
-    """The step with the best evaluation, if any: the mean accuracy of all agents at the last turn, the newest of equals."""
-    steps = evaluated_steps(run)
+    """The step with the best evaluation of those that have a checkpoint, if any: by the mean accuracy of all agents at the last
+    turn, the newest of equals."""
+    from umad.learning.checkpoint import missing_parts
+
+    steps = [step for step in evaluated_steps(run) if not missing_parts(RunFolder(run).checkpoint(step))]
     scores = {step: _score(read_summary(RunFolder(run).evaluation(step))) for step in steps}
     return [max(scores, key=lambda step: (scores[step], step))] if scores else []
 

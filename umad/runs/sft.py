@@ -220,7 +220,7 @@ def _train(run: _Run, stage: Stage, config: SFTConfig) -> None:
 
     settings = run.recipe.training or TrainingConfig(steps=1)
     model = stage.agent.model
-    choose_attention(model, settings.attention)
+    choose_attention(model, settings.attention, settings.precision)
     widen(model)
     make_savable(model)
     if settings.gradient_checkpointing:

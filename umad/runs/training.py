@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -60,9 +62,18 @@ def train(recipe: Recipe, *, resume: bool = False) -> RunFolder:
     if not world.main:
         silence()
     try:
-        return _train(recipe, recipe.training, resume, world)
-    finally:
-        world.close()
+        folder = _train(recipe, recipe.training, resume, world)
+    except (UserError, RunError, KeyboardInterrupt):
+        raise  # the command says it
+    except Exception:
+        if world.size == 1:
+            raise
+        # at once: leaving in the ordinary way could wait for ranks that wait for this one
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    world.close()
+    return folder
 
 
 def _train(recipe: Recipe, training: TrainingConfig, resume: bool, world: World) -> RunFolder:
@@ -112,6 +123,11 @@ def _checked(
     if world.size > 1:
         why = "one for each process, whole groups kept together"
         check_divides("training.problems_per_step", training.problems_per_step, world.size, why)
+        if training.problems_per_step // world.size < training.updates_per_batch:
+            warn(
+                f"training.updates_per_batch is {training.updates_per_batch} but a process has "
+                f"{training.problems_per_step // world.size} problems in a step: in every update some have nothing to compute"
+            )
     shared = [agent.name for agent in recipe.agents if agent.base == "shared"]
     if shared and deepspeed_launch():
         raise UserError(
@@ -154,6 +170,7 @@ def _begin(run: _Run, resume: bool) -> int:
         done = int(state["step"])
         run.trainer.load_state(state["trainer"])
         say(f"resuming after step {done} ({checkpoint})")
+        _warn_of_another_length(run, state["recipe"]["training"])
         if done >= run.steps:
             say(
                 f"nothing is left to train: step {done} of {run.steps} is done (training.steps or epochs makes it longer)"
@@ -166,6 +183,15 @@ def _begin(run: _Run, resume: bool) -> int:
     run.trainer.push(done)
     _evaluate_if_due(run, done)
     return done + 1
+
+
+def _warn_of_another_length(run: _Run, before: Mapping[str, Any]) -> None:
+    now = run.trainer.training
+    if now.schedule != "constant" and (before["steps"], before["epochs"]) != (now.steps, now.epochs):
+        warn(
+            f"training.{'steps' if now.steps else 'epochs'} has changed, and with training.schedule: {now.schedule} the "
+            "learning rate of every further step with it"
+        )
 
 
 def _steps(run: _Run, first: int, bar: Any) -> None:
@@ -195,9 +221,9 @@ def _step(run: _Run, step: int) -> StepResult:
     try:
         return run.trainer.step(step)
     except NonFiniteError as error:
-        if run.sinks is None:
-            raise
-        run.folder.write_step(step, error.debates)
+        # together: a rank that left now would have the launcher end the one that writes
+        debates = error.debates
+        run.world.agree(lambda: run.folder.write_step(step, debates) if run.world.main else None)
         raise RunError(
             f"step {step}: {error}; training.max_nonfinite allows no more. The samples of this step are in "
             f"{run.folder.rollouts(step)}. Look at them, lower training.learning_rate, and go on with --resume"
