@@ -330,3 +330,61 @@ def test_every_recipe_setting_has_a_default_that_is_off(root):
     assert recipe.training is not None
     assert (recipe.training.updates_per_batch, recipe.training.agent_schedule) == (1, "joint")
     assert (recipe.loss.entropy.coef, recipe.loss.correction.mode, recipe.training.no_signal) == (0, "auto", "keep")
+
+
+# --- what a resume refuses ----------------------------------------------------------------------------------------------
+
+
+def resumed(root: Path, run: Path, *settings: str) -> int:
+    return umad("train", root / "recipe.yaml", f"output={run}", *settings, "training.steps=3", "--resume")
+
+
+@pytest.mark.parametrize("file", ["ada/model.safetensors", "_training/bob.rank_0.pt", "_training/state.json"])
+def test_bytes_that_changed_since_they_were_written_are_found(file, root, plain, tmp_path, capsys):
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(plain, run)
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace(str(plain), str(run)))
+    path = run / "checkpoints/step_000002" / file
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 0xFF
+    path.write_bytes(data)
+    assert resumed(root, run) == 2
+    assert f"{file} damaged" in capsys.readouterr().err
+
+
+def test_a_resume_with_other_problems_or_another_start_model_is_refused(root, plain, tmp_path, capsys):
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(plain, run)
+    problems = root / "train.jsonl"
+    rows = problems.read_text()
+    problems.write_text(rows.replace("3+3", "3+4"))
+    try:
+        assert resumed(root, run) == 2
+    finally:
+        problems.write_text(rows)
+    assert "the problems are not those" in capsys.readouterr().err
+    kept = (root / "qwen3").rename(root / "kept")
+    tiny_folder(root / "qwen3", "qwen3", seed=5)
+    try:
+        assert resumed(root, run) == 2
+    finally:
+        shutil.rmtree(root / "qwen3")
+        kept.rename(root / "qwen3")
+    assert "the start model of 'bob'" in capsys.readouterr().err
+    assert resumed(root, run) == 0
+
+
+def test_one_process_writes_a_run(root, plain, capsys):
+    from umad.runs.folder import claimed
+
+    with claimed(plain):
+        assert resumed(root, plain) == 2
+    said = capsys.readouterr().err
+    assert "another process writes this run" in said
+    assert "process " in said
+    assert len(rows_of(plain)) == 2

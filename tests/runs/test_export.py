@@ -105,8 +105,8 @@ def test_the_step_is_chosen_and_its_own_figures_are_shown(run: Path, tmp_path: P
     export(copied, "a", str(tmp_path / "two"), "2")
     assert "| 2 | 0.500 [0.400, 0.600] |" in (tmp_path / "two/README.md").read_text()
     evaluation(copied, 0, 0.9)
-    with pytest.raises(UserError, match="best evaluation is of step 0, which has no checkpoint; there are 1, 2"):
-        export(copied, "a", str(tmp_path / "none"), "best")
+    export(copied, "a", str(tmp_path / "best"), "best")  # the start was better, and has no checkpoint
+    assert "0.900" not in (tmp_path / "best/README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,9 @@ def test_a_folder_that_is_taken_is_left_alone_unless_forced(run: Path, tmp_path:
 
 def test_a_copy_that_fails_leaves_what_was_there(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     to = tmp_path / "taken"
-    to.mkdir()
+    export(run, "a", str(to))
     (to / "mine.txt").write_text("mine")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -163,7 +164,19 @@ def test_a_copy_that_fails_leaves_what_was_there(run: Path, tmp_path: Path, monk
     monkeypatch.setattr(module.shutil, "copytree", full)
     with pytest.raises(UserError, match="No space left"):
         export(run, "a", str(to), force=True)
-    assert [path.name for path in tmp_path.rglob("*")] == ["taken", "mine.txt"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_force_deletes_nothing_but_an_exported_model(run: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("mine")
+    for to in (copied, tmp_path, copied / "checkpoints", tmp_path / "home"):
+        with pytest.raises(UserError, match="does not delete"):
+            export(copied, "a", str(to), force=True)
+    assert (copied / "config.yaml").exists()
+    assert (tmp_path / "home" / "thesis.txt").exists()
 
 
 class Hub:

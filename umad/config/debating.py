@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -16,7 +16,7 @@ class AdapterConfig(Section):
     rank: PositiveInt = 16
     alpha: float = Field(32.0, gt=0)
     """The adapter's product is scaled by alpha / rank."""
-    targets: str | tuple[str, ...] = "all-linear"
+    targets: Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """Names of the modules that get one (`q_proj`, ...), or `all-linear`: every linear layer but the head."""
 
 

@@ -6,7 +6,7 @@
                                    where the ranks have parts of it (DeepSpeed)
         _training/state.json       what the trainer needs beside that, the resolved recipe and the number of ranks among it
         _training/_random.rank_0.pt  every rank's random states
-        _training/complete.json    written last: every file with its size
+        _training/complete.json    written last: every file with its size and checksum
 
 The folder is made under a hidden name, synced, and renamed by rank 0 when every rank has written its part. An agent's name
 can't begin with an underscore.
@@ -18,6 +18,7 @@ import json
 import os
 import random
 import shutil
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -159,7 +160,7 @@ def load_checkpoint(
     missing = missing_parts(folder)
     if missing:
         raise UserError(f"{folder}: not a complete checkpoint: {_some(missing)} missing or cut short")
-    state: dict[str, Any] = json.loads((folder / TRAINING / "state.json").read_text(encoding="utf-8"))
+    state = _read_state(folder)
     if state["agents"] != sorted(policies):
         raise UserError(f"{folder}: holds the agents {', '.join(state['agents'])}, not {', '.join(sorted(policies))}")
     if recipe is not None:
@@ -188,6 +189,26 @@ def load_checkpoint(
 
     world.agree(load)
     return {key: value for key, value in state.items() if key not in ("agents", *layout)}
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    """state.json, after all files' checksums were compared with the sentinel's."""
+    files = json.loads((folder / TRAINING / SENTINEL).read_text(encoding="utf-8"))
+    damaged = [name for name, expected in files.get("checksums", {}).items() if _checksum(folder / name) != expected]
+    if damaged:
+        raise UserError(
+            f"{folder}: {_some(damaged)} damaged: not what was written; remove {folder} to resume from the one before"
+        )
+    state: dict[str, Any] = json.loads((folder / TRAINING / "state.json").read_text(encoding="utf-8"))
+    return state
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            value = zlib.crc32(block, value)
+    return value
 
 
 def _load(path: Path) -> Any:
@@ -273,7 +294,8 @@ def _seal(part: Path) -> None:
     for name in files:
         _sync(part / name)
     sentinel = part / TRAINING / SENTINEL
-    sentinel.write_text(json.dumps({"files": files}), encoding="utf-8")
+    checksums = {name: _checksum(part / name) for name in files}
+    sentinel.write_text(json.dumps({"files": files, "checksums": checksums}), encoding="utf-8")
     _sync(sentinel)
     for path in [*(p for p in part.rglob("*") if p.is_dir()), part]:
         _sync(path)
@@ -352,7 +374,7 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
     keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
+    if states.get("cuda") is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
 
 

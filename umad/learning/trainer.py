@@ -181,12 +181,14 @@ class Trainer:
 
         def run() -> list[Debate]:
             found = self.driver.run(own, self.protocol, sampling, self.recipe.seed, f"train/{step}", mode)
-            if found and all(debate.error is not None for debate in found):
-                raise RunError(f"step {step}: all {len(found)} debates failed; the first: {found[0].error}")
             return [reward_debate(debate, self.recipe.reward, self.functions) for debate in found]
 
         with self._measured("generate"):
-            return self.world.agree(run)
+            debates = self.world.agree(run)
+        errors = [error for part in self.world.gather([debate.error for debate in debates]) for error in part]
+        if errors and all(error is not None for error in errors):
+            raise RunError(f"step {step}: all {len(errors)} debates failed; the first: {errors[0]}")
+        return debates
 
     def _together(self, debates: list[Debate]) -> list[Debate]:
         """All ranks' debates on rank 0, in the order of their problems; elsewhere this rank's own."""

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 from umad.records import RunError, UserError
@@ -25,6 +28,10 @@ PATIENCE = timedelta(hours=12)
 COLLECTIVE = timedelta(minutes=30)
 """How long a collective of the back end may take, which all ranks enter at about the same time. NCCL's watchdog ends a process
 whose peers are gone without a word after this."""
+
+
+LOCK_SECONDS = 60.0
+"""Compiling takes about as long; a lock that is older is probably nobody's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +190,18 @@ def _check_deepspeed() -> None:
         raise UserError("the launch asks for DeepSpeed, which is not installed: pip install 'umad[deepspeed]'")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU
+    _look_for_locks()
+
+
+def _look_for_locks() -> None:
+    """DeepSpeed compiles extensions at their first use. A process that was killed meanwhile leaves a lock, for which every
+    later one would wait for ever and say nothing."""
+    place = os.environ.get("TORCH_EXTENSIONS_DIR")
+    root = Path(place) if place else Path.home() / ".cache" / "torch_extensions"
+    for lock in [*root.glob("*/lock"), *root.glob("*/*/lock")]:
+        if time.time() - lock.stat().st_mtime > LOCK_SECONDS and os.environ.get("LOCAL_RANK", "0") == "0":
+            text = "if nothing is being compiled, an earlier process was killed: remove it, or DeepSpeed waits for ever"
+            print(f"warning: {lock} is there; {text}", file=sys.stderr, flush=True)
 
 
 def check_divides(what: str, number: int, divisor: int, why: str) -> None:

@@ -86,10 +86,6 @@ def _checkpoint(folder: RunFolder, step: str | None) -> Path:
             raise UserError(
                 f"--step best: {folder.path} has no evaluation; make them with umad eval {folder.path} --step all"
             )
-        if best[0] not in saved:
-            raise UserError(
-                f"--step best: the best evaluation is of step {best[0]}, which has no checkpoint; there are {known}"
-            )
         return saved[best[0]]
     if step.isascii() and step.isdecimal() and int(step) in saved:
         return saved[int(step)]
@@ -104,6 +100,17 @@ def _check_free(to: Path, force: bool) -> None:
         raise UserError(f"--to: {to} is a file, not a folder")
     if to.is_dir() and any(to.iterdir()) and not force:
         raise UserError(f"--to: {to} is not empty; choose another folder, or replace it with --force")
+    if to.is_dir() and any(to.iterdir()) and not _is_exported(to):
+        # --force replaces what an export left; a run, a home or anything else is never deleted
+        raise UserError(
+            f"--to: {to} holds other things than an exported model, which --force does not delete; choose another"
+        )
+
+
+def _is_exported(folder: Path) -> bool:
+    names = {path.name for path in folder.iterdir()}
+    subfolders = {path.name for path in folder.iterdir() if path.is_dir()}
+    return {"config.json", CARD} <= names and subfolders <= {"adapter"}
 
 
 def _write(source: Path, card: str, to: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from umad.config import Recipe
 from umad.debate.recorded import write_rollouts
 from umad.recipe_io import dump_recipe, load_recipe
 from umad.records import Debate, UserError, atomic_writer, write_jsonl
+
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,40 @@ def check_folder(recipe: Recipe, *, again: bool) -> None:
                 + "\n  ".join(differences)
                 + "\nundo these changes, or choose another folder with output=DIR"
             )
-    elif path.is_dir() and any(path.iterdir()):
+    elif path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()):
         raise UserError(f"output: {path} is not empty and holds no run; choose another folder with output=DIR")
     nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not os.access(nearest, os.W_OK):
         raise UserError(f"output: {nearest} is not writable; choose another folder with output=DIR")
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Within the block no other process may claim the run folder. The lock ends with the process, however that ends."""
+    import fcntl
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = (path / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"output: {path} cannot be written ({reason}); choose another with output=DIR") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            who = file.read().strip() or "it has just started"
+            raise UserError(
+                f"output: another process writes this run ({who}): {path}; wait for it, stop it, or choose another folder with "
+                "output=DIR"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
 
 
 def start_folder(recipe: Recipe) -> RunFolder:

@@ -30,7 +30,7 @@ from umad.reporting.report import write_report
 from umad.reporting.sinks import Sinks
 from umad.runs import build
 from umad.runs.evaluating import START, best_steps, copy_summary, measure, note_settings
-from umad.runs.folder import RunFolder, check_folder, disk_errors, start_folder
+from umad.runs.folder import RunFolder, check_folder, claimed, disk_errors, start_folder
 
 UNPARSED_STEPS = 3
 """So many steps in a row without one parsable answer are worth a loud warning."""
@@ -48,6 +48,8 @@ class _Run:
     """For evaluation."""
     steps: int
     world: World
+    start: Mapping[str, Any]
+    """What training started from: hashes of the problems and of every agent's weights."""
 
 
 def train(recipe: Recipe, *, resume: bool = False) -> RunFolder:
@@ -92,10 +94,11 @@ def _train(recipe: Recipe, training: TrainingConfig, resume: bool, world: World)
         driver = Driver(agents, prompts, grader)
         policies = build.policies_for(recipe, loaded, driver, steps, world)
         prepared = time.perf_counter() - start
-        folder = _started(recipe, world)
         sampler = ProblemSampler(problems, recipe.seed)
         trainer = Trainer(recipe, driver, build.protocol_of(recipe), policies, sampler, world)
         with ExitStack() as stack:
+            world.agree(lambda: stack.enter_context(claimed(recipe.folder)) if world.main else None)
+            folder = _started(recipe, world)
             stack.enter_context(disk_errors(folder.path))
             sinks = None
             if world.main:
@@ -104,7 +107,11 @@ def _train(recipe: Recipe, training: TrainingConfig, resume: bool, world: World)
                 if resume:
                     remove_leftovers(folder.path)
             tokenizers = {a.config.name: a.tokenizer for a in loaded}
-            run = _Run(recipe, folder, trainer, tokenizers, sinks, held_out, steps, world)
+            start_facts = {
+                "problems": _hash_of(problems),
+                "models": {a.config.name: a.fingerprint for a in loaded},
+            }
+            run = _Run(recipe, folder, trainer, tokenizers, sinks, held_out, steps, world, start_facts)
             first = _begin(run, resume)
             with progress("training", total=steps, unit="steps", done=first - 1) as bar:
                 _steps(run, first, bar)
@@ -167,6 +174,7 @@ def _begin(run: _Run, resume: bool) -> int:
     checkpoint = world.gather(latest_checkpoint(run.folder.path) if resume and world.main else None)[0]
     if checkpoint is not None:
         state = load_checkpoint(checkpoint, run.trainer.policies, run.recipe.model_dump(mode="json"), world=world)
+        _check_start(run, checkpoint, state["start"])
         done = int(state["step"])
         run.trainer.load_state(state["trainer"])
         say(f"resuming after step {done} ({checkpoint})")
@@ -183,6 +191,28 @@ def _begin(run: _Run, resume: bool) -> int:
     run.trainer.push(done)
     _evaluate_if_due(run, done)
     return done + 1
+
+
+def _hash_of(problems: Sequence[Problem]) -> str:
+    import hashlib
+
+    text = repr([(p.id, p.question, p.gold, p.kind, p.alternatives, p.required, p.choices) for p in problems])
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _check_start(run: _Run, checkpoint: Any, before: Mapping[str, Any]) -> None:
+    """A run goes on only with the problems and the start models that it began with: its place in the data, references and
+    frozen agents would mean something else."""
+    if before["problems"] != run.start["problems"]:
+        raise UserError(
+            f"data.train: the problems are not those that {checkpoint} was trained on; start a new run with output=DIR"
+        )
+    for name, found in run.start["models"].items():
+        if before["models"].get(name) != found:
+            raise UserError(
+                f"agents: the start model of {name!r} has weights {found}, and had {before['models'].get(name)} when the run "
+                f"began ({checkpoint}); start a new run with output=DIR"
+            )
 
 
 def _warn_of_another_length(run: _Run, before: Mapping[str, Any]) -> None:
@@ -255,6 +285,7 @@ def _save(run: _Run, step: int) -> None:
             "step": step,
             "recipe": run.recipe.model_dump(mode="json"),
             "trainer": run.trainer.state(),
+            "start": dict(run.start),
             "versions": {agent.name: agent.engine.version for agent in run.trainer.driver.agents},
             "wandb": None if run.sinks is None else run.sinks.wandb_id,
         },
