@@ -105,8 +105,8 @@ def test_the_step_is_chosen_and_its_own_figures_are_shown(run: Path, tmp_path: P
     export(copied, "a", str(tmp_path / "two"), "2")
     assert "| 2 | 0.500 [0.400, 0.600] |" in (tmp_path / "two/README.md").read_text()
     evaluation(copied, 0, 0.9)
-    export(copied, "a", str(tmp_path / "best"), "best")  # the start was better, and has no checkpoint
-    assert "0.900" not in (tmp_path / "best/README.md").read_text()
+    export(copied, "a", str(tmp_path / "again"), "best")  # the start was better, and has no checkpoint
+    assert "0.900" not in (tmp_path / "again/README.md").read_text()
 
 
 @pytest.mark.parametrize(
