@@ -436,7 +436,7 @@ def test_the_warning_comes_and_goes() -> None:
 
 
 def test_what_no_single_setting_mends_is_mended_by_several() -> None:
-    recipe = load_recipe(ROOT / "recipes" / "umad_math_hetero.yaml")
+    recipe = load_recipe(ROOT / "recipes" / "umad_math_hetero.yaml", ["engine.max_batch=256"])
     found = plan(recipe, Options(gpu="H100"))
     assert found["fits"] is False
     assert any(len(fix["settings"]) > 1 and fix["fits"] for fix in found["fixes"])
@@ -534,7 +534,8 @@ def test_every_recipe_can_be_planned(path: Path) -> None:
     for phase in found["memory"]["phases"].values():
         assert phase["allocated_gb"] == pytest.approx(sum(phase["parts_gb"].values()), abs=0.01)
         assert phase["needed_gb"] > phase["allocated_gb"]
-    assert found["step"]["seconds"]["step"] > 0
+    if load_recipe(path).training is not None:
+        assert found["step"]["seconds"]["step"] > 0
 
 
 def test_a_recipe_without_training_plans_generation_only() -> None:

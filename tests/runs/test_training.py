@@ -173,7 +173,7 @@ def test_weights_that_left_the_numbers_end_the_run_before_they_are_saved(
 ) -> None:
     from umad.learning.policy import Policy
 
-    def broken(self: Policy, samples: object, old: object) -> dict[str, float]:
+    def broken(self: Policy, *_: object) -> dict[str, float]:
         with torch.no_grad():
             next(self.parallel.module.parameters()).view(-1)[3] = float("inf")
         return {}

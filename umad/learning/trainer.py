@@ -138,7 +138,7 @@ class Trainer:
 
     # --- debates ----------------------------------------------------------------------------------------------------
 
-    def draw(self, step: int, active: Sequence[str]) -> Drawn:
+    def draw(self, step: int, active: Sequence[str] | None = None) -> Drawn:
         """This rank's debates of the step, with rewards. Under `no_signal: refill` rounds go on until enough problems, over
         all ranks, have a group with signal; how many were needed is the same on all of them."""
         size, training = self.training.problems_per_step, self.training
@@ -153,7 +153,13 @@ class Trainer:
             if training.no_signal != "refill":
                 kept = list(range(size))
                 break
-            kept += sorted(i for part in self.world.gather(sorted(with_signal(found, active))) for i in part)
+            kept += sorted(
+                i
+                for part in self.world.gather(
+                    sorted(with_signal(found, list(self.policies) if active is None else active))
+                )
+                for i in part
+            )
             offset += count
             if len(kept) >= size or rounds == training.refill_rounds:
                 break
