@@ -1,6 +1,6 @@
 """One single-agent GRPO step beside TRL's `GRPOTrainer`: steps per second, and whether both compute the same loss.
 
-    OMP_NUM_THREADS=1 python benchmarks/grpo.py [--hidden 64] [--layers 3] [--cap 256] [--rounds 5] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/grpo.py [--hidden 128] [--layers 4] [--cap 512] [--rounds 5] [--json FILE]
 
 Both sides train the same random Qwen2-shaped model (one token a byte) on the same prompts with the same reward, group size,
 loss (with a k3 KL term against the start), clipping, optimiser and one update per batch, in float32. Ours is `Trainer.step`

@@ -31,9 +31,9 @@ PROMPT_ROOM = 256
 class Setting:
     """One comparison: the model's size, what it is trained on, and what each side may choose for itself."""
 
-    hidden: int = 64
-    layers: int = 3
-    cap: int = 256
+    hidden: int = 128
+    layers: int = 4
+    cap: int = 512
     """Most tokens of a response."""
     end_probability: float = NEVER
     prompts: int = 8
@@ -282,7 +282,7 @@ def move(model: torch.nn.Module, size: float) -> None:
 def compare_losses(trainer: Trainer, trl: Any, step: int) -> dict[str, float]:
     """Both sides' loss of what our engine samples now, at weights that are moved in between: so ratios are not 1 (`clipped`:
     the share of tokens whose gradient the clip takes away), and the KL term is not 0."""
-    samples = trainer.samples(trainer.draw(step), AGENT).samples
+    samples = trainer.samples(trainer.draw(step, [AGENT]), AGENT).samples
     move(trainer.policies[AGENT].parallel.module, 0.3)
     metrics, gradients = our_loss(trainer, samples)
     loss, others = trl_loss(trainer, trl, samples)
