@@ -417,6 +417,20 @@ def test_a_run_learns_and_reinforcement_learning_starts_from_it(root: Path, tmp_
     for name in ("config.yaml", "log.txt", "report.html", "state.json"):
         assert (run / name).is_file()
 
+    held_out = write(
+        root / "held_out.jsonl", [{"problem": "7+1=?", "answer": "8"}, {"problem": "8+1=?", "answer": "9"}]
+    )
+    settings = [f"data.eval.path={held_out}", "evaluation={turns: 2, decomposition: {problems: 0}}"]
+    assert umad("eval", run, *settings) == 0
+    summary = json.loads((run / "eval/step_000024/summary.json").read_text())
+    assert summary["n_problems"] == 2
+    assert len(summary["accuracy"]["b"]) == 2
+    for step, steps in (("12", "0 (step 12 of the run)"), ("24", "12 (step 24 of the run)")):
+        assert umad("export", run, "--agent", "b", "--to", tmp_path / step, "--step", step) == 0
+        card = (tmp_path / step / "README.md").read_text()
+        assert f"| steps | {steps} |" in card
+        assert "TRL's SFTTrainer" in card
+
     write(root / "two.jsonl", [{"id": "four", "problem": "2+2=?", "answer": "4"}])
     further = tmp_path / "further.yaml"
     further.write_text(

@@ -233,7 +233,7 @@ def card_text(folder: RunFolder, recipe: Recipe, agent: AgentConfig, checkpoint:
         licence=licence if licence != UNKNOWN else "unknown: look at where the base comes from before you pass this on",
         data=_data(recipe, supervised),
         seed=recipe.seed,
-        step=step,
+        steps=_steps(folder, agent.name, step) if supervised else str(step),
         version=umad.__version__,
         figures=_figures(folder, agent.name, step),
         recipe=dump_recipe(recipe),
@@ -306,6 +306,14 @@ def _is_hub_name(model: str) -> bool:
         and model.count("/") == 1
         and not Path(model).exists()
     )
+
+
+def _steps(folder: RunFolder, agent: str, step: int) -> str:
+    """The agent's own: steps of `umad sft` count through all agents, and a checkpoint may hold one whose turn had not come."""
+    with folder.metrics.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    own = sum(1 for row in rows if row["step"] <= step and f"agent/{agent}/loss" in row)
+    return f"{own} (step {step} of the run)"
 
 
 def _supervised(checkpoint: Path) -> bool:
